@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from narrowcast.training.check.check_training import check_training
     from narrowcast.training.scaler.scaler import Scaler
     from narrowcast.training.storage.check_storage import check_storage
+    from narrowcast.training.storage.store import store
 
 __version__ = "0.1.0"
 
@@ -59,6 +60,7 @@ _TORCH_HALF = {
     "analysis.parity.parity": ("parity",),
     "training.check.check_training": ("check_training",),
     "training.storage.check_storage": ("check_storage",),
+    "training.storage.store": ("store",),
     "analysis.repair.repair": ("repair",),
     "runtime.torch_bridge.case": ("Case",),
     "training.scaler.scaler": ("Scaler",),
@@ -97,6 +99,7 @@ __all__ = [
     "record",
     "repair",
     "script",
+    "store",
     "trace",
     "unpin",
     "watch",

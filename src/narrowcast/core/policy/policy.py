@@ -26,6 +26,7 @@ from narrowcast.core.policy.settings import (
     check_is_loaded,
     check_settings,
 )
+from narrowcast.core.policy.storage import Storage
 from narrowcast.core.policy.table import LintLine, RuleChange, RuleTable, changed_rules, check_layer
 from narrowcast.core.policy.text import PolicyText, parse_shape, parse_text, read_text
 from narrowcast.errors import NarrowcastError, Origin, PolicyError, with_origin
@@ -54,7 +55,8 @@ class Policy:
     records gradients warns; left open they are the device type's, and any.
 
     `allowances` say where non-finite values are intentional for `nc.watch` (`allow_nonfinite = true`; their actions are
-    nothing). Two policies are equal when they decide alike: these, names, reasons and comments take no part.
+    nothing). `storage` is what training keeps weights and states in, for `nc.store`; it has a digest of its own. Two
+    policies are equal when they decide alike: these, names, reasons and comments take no part.
     """
 
     name: str = field(compare=False)
@@ -68,6 +70,7 @@ class Policy:
     inner: str | None = None
     lacks: tuple[Lack, ...] | None = None
     allowances: tuple[Rule, ...] = field(default=(), compare=False)
+    storage: Storage | None = field(default=None, compare=False)
     text: str | None = field(default=None, compare=False, repr=False)
     text_layers: int = field(default=0, compare=False, repr=False)
 
@@ -143,7 +146,7 @@ class Policy:
             )
             raise PolicyError(f"{self.name} merged with {other.name}", found, advice=advice)
         settings: dict[str, Any] = {key: getattr(other, key) or getattr(self, key) for key in SETTINGS}
-        settings["allowances"] = self.allowances + other.allowances
+        settings |= {"allowances": self.allowances + other.allowances, "storage": other.storage or self.storage}
         merged = f"{self.name}+{other.name}", self.layers + other.layers, self.extends + extra
         return Policy(*merged, self.description or other.description, **settings)
 
@@ -365,7 +368,7 @@ def _made(parsed: PolicyText, folder: Path, inside: tuple[Path, ...]) -> Policy:
     try:
         own = Policy(
             parsed.name, parsed.layers, names or (NOTHING,), parsed.description, allowances=parsed.allowances,
-            text=parsed.text, text_layers=len(parsed.layers), **parsed.settings,
+            storage=parsed.storage, text=parsed.text, text_layers=len(parsed.layers), **parsed.settings,
         )  # fmt: skip
         if names == parsed.extends:
             return own

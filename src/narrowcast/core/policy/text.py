@@ -20,6 +20,9 @@
     op = "aten.log"             # what nc.watch takes as intentional; an action is not needed, and may stand beside it
     allow_nonfinite = true
 
+    [storage]                   # what training keeps weights and states in: storage.py
+    weight = "bf16"
+
 Rules of a later layer win whatever their specificity; a file has one layer, and `[[layer]]` with `[[layer.rule]]`
 tables starts the next.
 """
@@ -37,6 +40,7 @@ from typing import Any
 from narrowcast.core.policy.known_ops import unknown_op
 from narrowcast.core.policy.rules import Rule, parse_action
 from narrowcast.core.policy.settings import NO_ACTION, SETTINGS
+from narrowcast.core.policy.storage import Storage
 from narrowcast.errors import NarrowcastError, Origin, PolicyError, UnknownOpError, with_origin
 from narrowcast.output.words import did_you_mean
 
@@ -44,7 +48,7 @@ SCHEMA = "narrowcast.policy/1"
 """Of the files that this release reads and writes; one that names none is of this schema."""
 _HEADER_KEYS: dict[str, type | tuple[type, ...]] = {
     "schema": str, "name": str, "extends": (str, list), "description": str, "cache": str, "unsupported": str,
-    "low": str, "training": list, "inner": str, "rule": list, "layer": list,
+    "low": str, "training": list, "inner": str, "rule": list, "layer": list, "storage": dict,
 }  # fmt: skip
 # what such a list holds
 _LISTS: dict[str, type] = {
@@ -54,7 +58,7 @@ _RULE_KEYS: dict[str, type | tuple[type, ...]] = {
     "op": (str, list), "action": str, "module": str, "class": (str, list), "function": str, "argument": (str, list),
     "call": int, "reason": str, "source": str, "override": bool, "torch": str, "allow_nonfinite": bool,
 }  # fmt: skip
-_TABLE_HEADER = re.compile(r"^\s*\[\[\s*(rule|layer|layer\.rule)\s*\]\]")
+_TABLE_HEADER = re.compile(r"^\s*\[{1,2}\s*(rule|layer|layer\.rule|storage|storage\.rule)\s*\]{1,2}")
 _DECODE_LINE = re.compile(r"\(at line (\d+), column \d+\)")
 
 
@@ -86,6 +90,7 @@ class PolicyText:
     settings: dict[str, Any]
     head: _TableLines
     allowances: tuple[Rule, ...] = ()
+    storage: Storage | None = None
 
     def line_of(self, error: NarrowcastError) -> int:
         """Return the line of the setting that an error is about, or of `extends`."""
@@ -138,8 +143,20 @@ def parse_shape(text: str, file: str) -> PolicyText:
     return PolicyText(
         text, file, data.get("name", Path(file).stem), tuple(layer for layer in layers if layer),
         (extends,) if isinstance(extends, str) else tuple(extends), data.get("description", ""), settings, head,
-        tuple(allowances),
+        tuple(allowances), _storage(data["storage"], blocks, file, head) if "storage" in data else None,
     )  # fmt: skip
+
+
+def _storage(table: dict[str, Any], blocks: dict[str, list[_TableLines]], file: str, head: _TableLines) -> Storage:
+    """Return the section about storage; PolicyError at the line of its first key that is wrong."""
+    try:
+        return Storage.of(table)
+    except PolicyError as error:
+        written = [*blocks["storage"], *blocks["storage.rule"]] or [_TableLines(head.line_of("storage"), ())]
+        keys = re.findall(r"^(?:key '([^']+)'|(\w+)\b)", error.asked)
+        key = next(filter(None, keys[0]), "") if keys else ""
+        lines = [block.line_of(key) for block in written if block.line_of(key) != block.line]
+        raise with_origin(error, Origin(file, lines[-1] if lines else written[0].line)) from None
 
 
 def _check_schema(schema: Any, origin: Origin) -> None:
@@ -165,7 +182,8 @@ def _blocks(text: str) -> tuple[_TableLines, dict[str, list[_TableLines]]]:
         current.append(line)
         for mark in re.findall(r'"""|\'\'\'', line):
             quote = "" if quote == mark else quote or mark
-    blocks: dict[str, list[_TableLines]] = {"rule": [], "layer": [], "layer.rule": []}
+    kinds = ("rule", "layer", "layer.rule", "storage", "storage.rule")
+    blocks: dict[str, list[_TableLines]] = {kind: [] for kind in kinds}
     for kind, number, lines in starts:
         blocks[kind].append(_TableLines(number, tuple(lines)))
     return _TableLines(1, tuple(head_lines)), blocks

@@ -7,6 +7,7 @@ import tomlkit
 from narrowcast.core.policy.policy import Policy
 from narrowcast.core.policy.rules import Rule
 from narrowcast.core.policy.settings import NOTHING, SETTINGS
+from narrowcast.core.policy.storage import Storage
 from narrowcast.core.policy.text import SCHEMA
 
 
@@ -32,6 +33,8 @@ def print_text(policy: Policy) -> str:
             written.append(table)
         if "layer" not in document:
             document["layer"] = written
+    if policy.storage is not None and document.get("storage") != policy.storage.table():
+        document["storage"] = _storage(policy.storage)
     return tomlkit.dumps(document)
 
 
@@ -44,6 +47,19 @@ def _header(policy: Policy) -> tomlkit.TOMLDocument:
     names = policy.extends or (NOTHING,)
     document["extends"] = names[0] if len(names) == 1 else list(names)
     return document
+
+
+def _storage(storage: Storage) -> tomlkit.items.Table:
+    section, table = tomlkit.table(), storage.table()
+    rules = table.pop("rule", ())
+    section.update(table)
+    if rules:
+        section["rule"] = tomlkit.aot()
+        for rule in rules:
+            row = tomlkit.table()
+            row.update(rule)
+            section["rule"].append(row)
+    return section
 
 
 def _array_of_rules(rules: tuple[Rule, ...], allowances: tuple[Rule, ...] = ()) -> tomlkit.items.AoT:

@@ -10,7 +10,13 @@ from narrowcast import formats
 from narrowcast.core.policy import Policy
 from narrowcast.formats import Format
 from narrowcast.runtime.torch_surface.dispatch import is_view
-from narrowcast.runtime.torch_surface.grad_scaling import dtensor_class, local_part, stored_values
+from narrowcast.runtime.torch_surface.grad_scaling import (
+    dtensor_class,
+    local_part,
+    offsets_of_part,
+    stored_values,
+    with_local_part,
+)
 
 DTYPES: dict[Format, torch.dtype] = {
     formats.fp64: torch.float64,
@@ -107,8 +113,23 @@ def device_type_of(*trees: Any) -> str | None:
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor; another tensor itself."""
+    return local_part(tensor) if is_sharded_tensor(tensor) else tensor
+
+
+def is_sharded_tensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a DTensor, of which each rank has a part."""
     dtensor = dtensor_class()
-    return local_part(tensor) if dtensor is not None and isinstance(tensor, dtensor) else tensor
+    return dtensor is not None and isinstance(tensor, dtensor)
+
+
+def with_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor like this one, of which this is the rank's part; for another tensor the part itself."""
+    return with_local_part(tensor, part) if is_sharded_tensor(tensor) else part
+
+
+def offsets_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return where this rank's part begins in the whole tensor; None where it is no block of it."""
+    return offsets_of_part(tensor) if is_sharded_tensor(tensor) else (0,) * tensor.dim()
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -255,6 +255,15 @@ def missing_cpp_compiler(named: str | None) -> str:
     return "" if shutil.which(compiler) else f"{compiler} is not there"
 
 
+def load_cpp(source: str) -> Any:
+    """Return a library of C++ that Inductor compiles for this machine, and keeps; with its flags, but for loops in
+    vector code, which it writes itself, and square roots that may set errno.
+    """
+    from torch._inductor.codecache import CppCodeCache
+
+    return CppCodeCache.load(source, extra_flags=("-ftree-loop-vectorize", "-fno-math-errno"))
+
+
 def register_backend(name: str, backend: Callable[..., Any]) -> None:
     """Enter a backend into Dynamo's registry, unless it is there."""
     from torch._dynamo.backends import registry

@@ -121,6 +121,31 @@ def local_part(tensor: Any) -> torch.Tensor:
     return getattr(local, "elem", local) if type(local).__name__ == "AsyncCollectiveTensor" else local
 
 
+def with_local_part(tensor: Any, local: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor like another one, with this as its part on this rank."""
+    made: torch.Tensor = type(tensor).from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return made
+
+
+def offsets_of_part(tensor: Any) -> tuple[int, ...] | None:
+    """Return where this rank's part of a DTensor begins, in each dimension; None where it is no block of it.
+
+    Source: `compute_local_shape_and_global_offset` in torch/distributed/tensor/_utils.py.
+    """
+    sizes, offsets, at = list(tensor.shape), [0] * tensor.dim(), tensor.device_mesh.get_coordinate() or ()
+    for along, place in enumerate(tensor.placements):
+        if place.is_partial() or type(place).__name__ == "_StridedShard":
+            return None
+        if place.is_shard():
+            size, chunk = sizes[place.dim], -(-sizes[place.dim] // tensor.device_mesh.size(along))
+            start = min(size, at[along] * chunk)
+            offsets[place.dim] += start
+            sizes[place.dim] = min(chunk, size - start)
+    return tuple(offsets)
+
+
 stored_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
 """The values that a sparse tensor stores, of equal indices each on its own."""
 

@@ -131,6 +131,22 @@ def step_without_hooks(optimizer: Any) -> Callable[[], Any]:
     return partial(step.__wrapped__ if getattr(step, "hooked", False) else step, optimizer)
 
 
+def hooked_step(optimizer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that steps in an optimizer's place, with the hooks that run with its steps around it."""
+    is_torch = isinstance(optimizer, torch.optim.Optimizer)
+    return torch.optim.Optimizer.profile_hook_step(step) if is_torch else step
+
+
+def has_schedule(optimizer: Any) -> bool:
+    """Return whether a schedule of its learning rate counts an optimizer's steps."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
+def tell_schedules(optimizer: Any) -> None:
+    """Note that an optimizer steps, where the schedule of its learning rate, made before, would have noted it."""
+    optimizer._opt_called = True
+
+
 @contextmanager
 def told_of_optimizer_steps(tell: Callable[..., object], before: bool = False) -> Iterator[None]:
     """Call a function with each optimizer that steps inside, after its step or before."""

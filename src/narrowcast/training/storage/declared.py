@@ -1,0 +1,134 @@
+"""What is asked of a model, its optimizer and a declaration before anything is stored."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from narrowcast.core.policy import as_policy
+from narrowcast.core.policy.storage import FP32, Kept, Storage
+from narrowcast.errors import RunError
+from narrowcast.formats import parse_format
+from narrowcast.output.words import and_more, counted
+from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, LOW, is_sharded_tensor
+from narrowcast.runtime.torch_surface.modules import (
+    formats_of_wrapper,
+    has_schedule,
+    is_sharded,
+    optimized_by,
+    without_wrapper,
+)
+from narrowcast.training.storage.slots import Slot
+
+STORED = "_stored_by"
+"""The attribute of an optimizer that has what stores its parameters; copies and pickles of it have none."""
+
+
+def declared_by(storage: Any) -> tuple[str, Storage]:
+    if isinstance(storage, Mapping):
+        return "storage", Storage.of(storage)
+    policy = as_policy(storage)
+    if policy.storage is None:
+        advice = 'Write [storage] with weight = "bf16", for example, into its file.'
+        raise RunError(f"store(..., {policy.name})", "the policy has no [storage] section", advice=advice)
+    return policy.name, policy.storage
+
+
+def slots_of(model: torch.nn.Module, optimizer: Any, declared: Storage) -> list[Slot]:
+    """Return what is to be stored; RunError for what cannot be."""
+    asked = f"store({type(model).__name__}, {type(optimizer).__name__})"
+    _check_optimizer(asked, model, optimizer)
+    wrapper = model if isinstance(model, torch.nn.parallel.DistributedDataParallel) else None
+    names, classes = _names(model if wrapper is None else wrapper.module)
+    slots: dict[int, Slot] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is None:
+                found = f"a parameter of group {number}, of shape {tuple(parameter.shape)}, is none of the model's"
+                raise RunError(asked, found, advice="Give the model whose parameters() the optimizer was made of.")
+            if id(parameter) in slots:
+                found = f"{name} is in groups {slots[id(parameter)].group} and {number}"
+                raise RunError(asked, found, advice="Put each parameter into one group.")
+            kept = declared.of_parameter(name, classes[id(parameter)], number)
+            own = FORMATS.get(parameter.dtype)
+            if own is None or (parameter.dtype not in LOW and own.name != FP32):
+                raise RunError(
+                    f"{asked}: {name}", f"it is in {parameter.dtype}", advice="Only fp32, bf16, fp16 are stored."
+                )
+            kept = kept.checked(kept.weight or own.name, name)
+            _check_parameter(asked, name, parameter, kept, wrapper is not None)
+            slots[id(parameter)] = Slot.of(name, parameter, kept, number)
+    return list(slots.values())
+
+
+def _check_optimizer(asked: str, model: Any, optimizer: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise RunError(asked, "it is no torch.nn.Module", advice="Give the model, and then its optimizer.")
+    if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "step")):
+        raise RunError(asked, "it is no optimizer", advice="Give what has param_groups, state and step().")
+    if any(type(one).__name__ == "FullyShardedDataParallel" for one in model.modules()):
+        raise RunError(asked, "FullyShardedDataParallel keeps weights in flat ones", advice="Use fully_shard (FSDP2).")
+    if STORED in vars(optimizer):
+        raise RunError(asked, "its parameters are stored already", advice="Call undo() of what nc.store returned.")
+    if any(float(one.get("step", 1)) for one in map(optimizer.state.get, optimized_by(optimizer)) if one):
+        advice = "Call nc.store before the first step, or before load_state_dict, with a new optimizer."
+        raise RunError(asked, "it has stepped: its state is made of other formats", advice=advice)
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        found, advice = "its steps compute the loss several times", "Train with weights in fp32."
+        raise RunError(asked, found, advice=advice)
+    if "step" in vars(optimizer) and not has_schedule(optimizer):
+        raise RunError(asked, "something else stands in the place of its step", advice="Call nc.store before that.")
+
+
+def _names(model: torch.nn.Module) -> tuple[dict[int, str], dict[int, tuple[str, ...]]]:
+    """Return parameters' names, and the names of the classes that hold them, by identity."""
+    names = {id(one): without_wrapper(name) for name, one in model.named_parameters()}
+    classes: dict[int, tuple[str, ...]] = {}
+    for module in model.modules():
+        kinds = tuple(kind.__name__ for kind in type(module).__mro__[:-1] if kind is not torch.nn.Module)
+        for one in module.parameters(recurse=False):
+            classes[id(one)] = classes.get(id(one), ()) + kinds
+    return names, classes
+
+
+def _check_parameter(asked: str, name: str, parameter: torch.Tensor, kept: Kept, is_in_ddp: bool) -> None:
+    weight = DTYPES[parse_format(str(kept.weight))]
+    gradient = weight if kept.gradient is None else DTYPES[parse_format(kept.gradient)]
+    if is_in_ddp and weight is not parameter.dtype:
+        found = f"DistributedDataParallel has made its buckets for {name} in {FORMATS[parameter.dtype]}"
+        raise RunError(asked, found, advice="Call nc.store(model, optimizer, ...) before the model is wrapped.")
+    if is_in_ddp and gradient is not weight:
+        found = f"DistributedDataParallel reduces gradients of {name} in {kept.weight}, not in {kept.gradient}"
+        raise RunError(asked, found, advice='Leave gradient out, or write weight = "fp32".')
+    if is_sharded_tensor(parameter) and weight is not parameter.dtype:
+        found = f"{name} is sharded in {FORMATS[parameter.dtype]} already"
+        raise RunError(
+            asked, found, advice=f"Call model.to({weight}) before fully_shard, and make the optimizer after."
+        )
+    if is_sharded_tensor(parameter) and gradient is not weight:
+        found = f"fully_shard keeps gradients of {name} in the format of its shards, {kept.weight}"
+        advice = "Leave gradient out; MixedPrecisionPolicy(reduce_dtype=torch.float32) reduces them in fp32."
+        raise RunError(asked, found, advice=advice)
+
+
+def notes_on(model: torch.nn.Module, optimizer: Any, slots: list[Slot]) -> list[str]:
+    notes, own = [], {id(slot.parameter) for slot in slots}
+    left = [name for name, one in model.named_parameters() if id(one) not in own]
+    if left:
+        notes.append(f"{left[0]}{and_more(len(left) - 1, 'parameter')} of no group stay as they are.")
+    reduced = {formats_of_wrapper(one).get("reduce_dtype") for one in model.modules() if is_sharded(one)} - {None}
+    for dtype in reduced:
+        if dtype in LOW:
+            notes.append(f"fully_shard reduces gradients in {FORMATS[dtype]}: MixedPrecisionPolicy(reduce_dtype=...).")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        text = "optimizer.state_dict() does not have what is kept besides the weights: save state_dict() of this, too."
+        notes.append(f"{type(optimizer).__name__} is none of torch.optim's classes: {text}")
+    frozen = sum(not slot.parameter.requires_grad for slot in slots)
+    if frozen:
+        notes.append(f"{counted(frozen, 'parameter')} in its groups that need no gradients are stored, too.")
+    return notes

@@ -1,0 +1,305 @@
+"""What a checkpoint has to hold of a training whose parameters are stored, as tensors by parameters' names; put back, it
+goes on bit for bit.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowcast.core.policy.storage import Storage
+from narrowcast.errors import RunError, reason_of
+from narrowcast.runtime.torch_bridge import part_of, with_part
+from narrowcast.runtime.torch_surface.dispatch import quietly
+from narrowcast.training.storage.rounding import PLAIN, joined
+from narrowcast.training.storage.slots import RESTS, Slot
+
+KEY = "storage"
+"""Under which an optimizer's state_dict has what is kept besides weights."""
+PLAIN_TORCH = "torch"
+"""What a state_dict of an optimizer is converted from that stored nothing."""
+_NAME_BYTES = 64
+
+
+class Resumed:
+    """The part of `Stored` that is saved and loaded."""
+
+    name: str
+    storage: Storage
+    optimizer: Any
+    slots: list[Slot]
+    update: int
+    _loading: tuple[Mapping[str, Any], Mapping[int, Any]] | None = None
+    _convert_from: str | None = None
+
+    def state_dict(self, gradients: bool | None = None) -> dict[str, torch.Tensor]:
+        """Return all that training needs besides the model's own state_dict, as tensors in a flat dict, for torch.save,
+        torch.distributed.checkpoint and safetensors alike: masters, remainders and compensations in their weights'
+        shapes, the optimizer's states exactly, numbers of its groups, the count of updates, and a digest.
+
+        gradients: also those that no step has used, in the middle of an accumulation; None: where there are some.
+        """
+        with quietly():
+            return {**self._own(gradients), **dict(self._states()), **dict(self._numbers())}
+
+    def load_state_dict(self, saved: Mapping[str, Any] | str | Path, convert_from: str | None = None) -> None:
+        """Put back what `state_dict` of this or of the optimizer returned. Load the model's weights before.
+
+        saved: that dict; or a file of torch.save or safetensors, or a folder of torch.distributed.checkpoint, that it
+               was saved to, alone or under a name.
+        convert_from: the name of the policy by which it was stored, if that is not this one ("torch" where nothing
+               was): masters are made of its exact numbers, and states rounded as is declared here.
+
+        Raises RunError for what was stored by another declaration, for shapes and parameters that are not those here,
+        before anything is changed.
+        """
+        found = self._read(Path(saved)) if isinstance(saved, str | Path) else saved
+        self._convert_from = convert_from
+        try:
+            if "param_groups" in found:
+                self.optimizer.load_state_dict(dict(found))
+                return
+            self._check(found)
+            with quietly(), torch.no_grad():
+                self._put(found)
+                self._put_states(found)
+        finally:
+            self._convert_from = None
+
+    # -- saved
+
+    def _own(self, gradients: bool | None = None) -> dict[str, torch.Tensor]:
+        """Return what is kept besides weights and the optimizer's states."""
+        text = self.name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES)
+        own = {
+            "digest": torch.frombuffer(bytearray.fromhex(self.storage.digest), dtype=torch.uint8),
+            "name": torch.frombuffer(bytearray(text), dtype=torch.uint8),
+            "update": torch.full((), self.update, dtype=torch.int64, device="cpu"),
+        }
+        pending = [slot for slot in self.slots if slot.parameter.grad is not None]
+        if gradients is None:
+            pending = [slot for slot in pending if slot.has_new_gradient()]
+        own["gradients"] = torch.full(
+            (), len(pending) if gradients is not False else 0, dtype=torch.int64, device="cpu"
+        )
+        for slot in self.slots:
+            rest = slot.rest_in_shape()
+            if rest is not None:
+                own[f"{slot.name}/{RESTS[slot.way]}"] = with_part(slot.parameter.detach(), rest.clone())
+        for slot in pending if gradients is not False else ():
+            gradient: Any = slot.parameter.grad
+            own[f"{slot.name}/gradient"] = gradient.detach().clone()
+        return own
+
+    def _states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for slot in self.slots:
+            for key, value in self.optimizer.state.get(slot.parameter, {}).items():
+                blocks = _blocks_of(value)
+                for part, one in blocks.items():
+                    yield f"{slot.name}/state/{key}{part}", one
+                if not blocks and isinstance(value, bool | int | float):
+                    yield f"{slot.name}/state/{key}", torch.full((), value, dtype=torch.float64, device="cpu")
+
+    def _numbers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, group in enumerate(self.optimizer.param_groups):
+            for key, value in group.items():
+                for part, one in _leaves(value) if key != "params" else ():
+                    yield f"groups/{number}/{key}{part}", torch.full((), one, dtype=torch.float64, device="cpu")
+
+    # -- loaded
+
+    def _hear_of_state(self) -> list[Any]:
+        """Add what is kept to the optimizer's own state_dict, and take it from there."""
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            return []
+
+        def add(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
+            with quietly():
+                return {**saved, KEY: self._own()}
+
+        def take(_: Any, saved: dict[str, Any]) -> None:
+            own = saved.get(KEY, {})
+            self._check(own)
+            self._check_states(saved["state"])
+            self._loading = own, dict(saved["state"])
+
+        def put(_: Any) -> None:
+            own, states = self._loading or ({}, {})
+            self._loading = None
+            with quietly(), torch.no_grad():
+                self._put(own)
+                for number, slot in enumerate(self._in_order()):
+                    if number in states:
+                        self._put_state(slot, states[number])
+
+        optimizer = self.optimizer
+        return [
+            optimizer.register_state_dict_post_hook(add),
+            optimizer.register_load_state_dict_pre_hook(take),
+            optimizer.register_load_state_dict_post_hook(put),
+        ]
+
+    def _in_order(self) -> list[Slot]:
+        by_id = {id(slot.parameter): slot for slot in self.slots}
+        return [by_id[id(one)] for group in self.optimizer.param_groups for one in group["params"]]
+
+    def _check(self, saved: Mapping[str, Any]) -> None:
+        """Raise RunError unless what was saved can be put back."""
+        asked = "load_state_dict of what is stored"
+        was = bytes(saved["name"].tolist()).decode().rstrip() if "name" in saved else PLAIN_TORCH
+        digest = bytes(saved["digest"].tolist()).hex() if "digest" in saved else ""
+        if digest != self.storage.digest and self._convert_from != was:
+            found = f"it was stored as {was!r}, by another declaration than {self.name!r}"
+            advice = f"Store with that one; or convert: stored.load_state_dict(saved, convert_from={was!r})."
+            raise RunError(asked, found, advice=advice)
+        if self._convert_from is not None and self._convert_from != was:
+            raise RunError(asked, f"it was stored as {was!r}", advice=f"Write convert_from={was!r}.")
+        for slot in self.slots:
+            kinds = [kind for kind in RESTS.values() if f"{slot.name}/{kind}" in saved]
+            wanted = [] if slot.rest is None else [RESTS[slot.way]]
+            if digest == self.storage.digest and kinds != wanted:
+                raise RunError(asked, f"it has no {wanted[0]} of {slot.name}", advice="Save all of it.")
+            for kind in (*kinds, *(["gradient"] if f"{slot.name}/gradient" in saved else [])):
+                _check_shape(asked, f"{kind} of {slot.name}", saved[f"{slot.name}/{kind}"], slot)
+            self._check_states({0: _under(saved, f"{slot.name}/state/")}, [slot])
+        count = sum(name.endswith("/gradient") for name in saved)
+        if "gradients" in saved and int(saved["gradients"]) != count:
+            found = f"{int(saved['gradients'])} gradients were saved in the middle of an accumulation, {count} are here"
+            advice = "Give the file or folder itself; or read into state_dict(gradients=True), after a backward."
+            raise RunError(asked, found, advice=advice)
+
+    def _check_states(self, states: Mapping[int, Any], slots: list[Slot] | None = None) -> None:
+        for number, slot in enumerate(self._in_order() if slots is None else slots):
+            for key, value in dict(states.get(number, {})).items():
+                if key in ("exp_avg", "exp_avg_sq", "momentum_buffer") and isinstance(value, torch.Tensor):
+                    _check_shape("load_state_dict of what is stored", f"{key} of {slot.name}", value, slot)
+
+    def _put(self, saved: Mapping[str, Any]) -> None:
+        for slot in self.slots:
+            kind = next((kind for kind in RESTS.values() if f"{slot.name}/{kind}" in saved), None)
+            rest = None if kind is None else part_of(saved[f"{slot.name}/{kind}"]).to(slot.weight.device)
+            if kind == RESTS.get(slot.way) and rest is not None:
+                slot.set_rest(rest)
+            elif slot.way != PLAIN or rest is not None:
+                way = next((way for way, name in RESTS.items() if name == kind), "")
+                wide = joined(way, slot.weight, rest)
+                slot.weight.copy_(wide) if slot.way == PLAIN else slot.put(wide, None)
+            gradient = saved.get(f"{slot.name}/gradient")
+            if gradient is not None:
+                slot.parameter.grad = gradient.detach().to(slot.weight.device).clone()
+        self.update = int(saved["update"]) if "update" in saved else 0
+
+    def _put_states(self, saved: Mapping[str, Any]) -> None:
+        for slot in self.slots:
+            self._put_state(slot, _under(saved, f"{slot.name}/state/"))
+        for number, group in enumerate(self.optimizer.param_groups):
+            for key, value in list(group.items()):
+                if key != "params":
+                    group[key] = _with_leaves(value, _under(saved, f"groups/{number}/{key}", whole=True))
+
+    def _put_state(self, slot: Slot, state: Mapping[str, Any]) -> None:
+        """Give a parameter its states, in the formats that they were saved in, or here are converted to."""
+        made: dict[str, Any] = {}
+        for key in dict.fromkeys(key.partition("/")[0] for key in state):
+            made[key] = _made_of({k[len(key) :]: v for k, v in state.items() if k.partition("/")[0] == key}, slot)
+        if self._convert_from is not None:
+            wide = {key: value.float() if slot.is_moment(value) else value for key, value in made.items()}
+            made = slot.narrowed(wide, None)
+        if made:
+            self.optimizer.state[slot.parameter] = made
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        """Return what a file or a folder has of this, under whichever name it was saved."""
+        try:
+            if path.is_dir():
+                return self._read_folder(path)
+            if path.suffix == ".safetensors":
+                found: Any = importlib.import_module("safetensors.torch").load_file(path)
+            else:
+                found = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # of whatever wrote it
+            advice = "Give a file of torch.save or safetensors, or a folder of torch.distributed.checkpoint."
+            raise RunError(f"load_state_dict({str(path)!r})", reason_of(error), advice=advice) from None
+        inside = [found, *(value for value in found.values() if isinstance(value, Mapping))]
+        own = next((one for one in inside if "digest" in one or "param_groups" in one), found)
+        return dict(own)
+
+    def _read_folder(self, path: Path) -> dict[str, Any]:
+        dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+        kept = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        last = next((name for name in kept if name == "digest" or name.endswith(".digest")), "digest")
+        prefix, own = last.removesuffix("digest"), {slot.name: slot for slot in self.slots}
+        target: dict[str, Any] = {}
+        for name, one in kept.items():
+            if name.startswith(prefix) and hasattr(one, "properties"):
+                slot = own.get(name.removeprefix(prefix).partition("/")[0])
+                dtype, size = one.properties.dtype, tuple(one.size)
+                whole = slot is not None and size == tuple(slot.parameter.shape)
+                shape = slot.weight.shape if slot is not None and whole else size
+                empty = torch.zeros(shape, dtype=dtype, device="cpu" if slot is None else slot.weight.device)
+                target[name] = with_part(slot.parameter.detach(), empty) if slot is not None and whole else empty
+        dcp.load(target, checkpoint_id=path)
+        return {name.removeprefix(prefix): value for name, value in target.items()}
+
+
+def _check_shape(asked: str, what: str, value: torch.Tensor, slot: Slot) -> None:
+    if tuple(value.shape) != tuple(slot.parameter.shape):
+        found = f"{what} has shape {tuple(value.shape)}, the parameter {tuple(slot.parameter.shape)}"
+        raise RunError(asked, found, advice="Load it into the model that it was saved of.")
+
+
+def _under(saved: Mapping[str, Any], start: str, whole: bool = False) -> dict[str, Any]:
+    """Return the entries whose names start so, without that; whole: with a slash next, or nothing."""
+    found = {name[len(start) :]: value for name, value in saved.items() if name.startswith(start)}
+    return {name: value for name, value in found.items() if not whole or not name or name[0] == "/"}
+
+
+def _leaves(value: Any) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a group's setting, by place: of a tuple each."""
+    if isinstance(value, tuple | list):
+        yield from ((f"/{place}{part}", one) for place, row in enumerate(value) for part, one in _leaves(row))
+    elif isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        yield "", float(value)
+
+
+def _with_leaves(value: Any, numbers: Mapping[str, Any]) -> Any:
+    """Return a setting with other numbers, of the types that are there."""
+    if isinstance(value, tuple | list):
+        return type(value)(
+            _with_leaves(one, _under(numbers, f"/{place}", whole=True)) for place, one in enumerate(value)
+        )
+    if "" not in numbers:
+        return value
+    if isinstance(value, torch.Tensor):
+        return torch.full_like(value, float(numbers[""]))
+    return type(value)(float(numbers[""])) if isinstance(value, int | float) else value
+
+
+def _blocks_of(value: Any) -> dict[str, torch.Tensor]:
+    """Return a state as plain tensors by the ends of their names; a library's blocks as what they are made of."""
+    if type(value) is torch.Tensor or hasattr(value, "device_mesh"):
+        return {"": value.detach().clone()}
+    if hasattr(value, "codes"):
+        signed = torch.full((), bool(value.signed), dtype=torch.bool, device="cpu")
+        return {"/codes": value.codes.clone(), "/scale": value.scale.clone(), "/signed": signed}
+    return {}
+
+
+def _made_of(parts: Mapping[str, Any], slot: Slot) -> Any:
+    """Return a state of the tensors that `_blocks_of` made of it, or as it is."""
+    if "/codes" in parts:
+        library: Any = importlib.import_module("torchao.optim.subclass_8bit")
+        shape, codes = slot.parameter.shape, parts["/codes"]
+        made = library.OptimState8bit.zeros(shape, signed=bool(parts["/signed"]), device=slot.weight.device)
+        made.codes.copy_(codes)
+        made.scale.copy_(parts["/scale"])
+        return made
+    value = parts[""]
+    if not isinstance(value, torch.Tensor):
+        return value
+    at = slot.weight.device if value.dim() else value.device
+    return value.detach().to(at).clone()

@@ -1,0 +1,161 @@
+"""One parameter as it is stored: its weight in the model, what is kept besides, and its states between steps."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+
+from narrowcast.core.policy.storage import BF16, EIGHT_BITS, FP32, KAHAN, REMAINDER, STOCHASTIC, Kept
+from narrowcast.errors import RunError
+from narrowcast.runtime.torch_bridge import offsets_of, part_of, with_part
+from narrowcast.training.storage.rounding import PLAIN, joined, key_of, numbered, parted, rounded_state, way_of, words
+
+RESTS = {FP32: "master", REMAINDER: "remainder", KAHAN: "compensation"}
+"""What is kept besides a weight, by the way it is kept."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A parameter of the model that an optimizer steps. group: its number. before: its dtype before it was stored.
+
+    rest: what is kept besides this rank's part of the weight, flat. first_place: of its elements in the whole parameter;
+    places: of all, where they do not follow it. used: which gradient the last step took.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    kept: Kept
+    group: int
+    before: torch.dtype
+    way: str
+    rest: torch.Tensor | None = None
+    first_place: int = 0
+    places: torch.Tensor | None = None
+    used: tuple[ReferenceType[torch.Tensor], int] | None = None
+
+    @staticmethod
+    def of(name: str, parameter: torch.Tensor, kept: Kept, group: int) -> Slot:
+        """Return a slot for a parameter, which stays as it is."""
+        slot = Slot(name, parameter, kept, group, parameter.dtype, way_of(kept))
+        if slot.way == STOCHASTIC:
+            slot.first_place, slot.places = _places_of(name, parameter)
+        return slot
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """This rank's part of the weight, as the model has it."""
+        return part_of(self.parameter.detach())
+
+    def rest_in_shape(self) -> torch.Tensor | None:
+        """Return what is kept besides the weight, in its shape."""
+        return None if self.rest is None else self.rest.view(self.weight.shape)
+
+    def set_rest(self, rest: torch.Tensor) -> None:
+        """Keep this besides the weight. rest: in the weight's shape."""
+        if self.rest is None:
+            dtype = {REMAINDER: torch.int16, FP32: torch.float32}.get(self.way, self.weight.dtype)
+            self.rest = torch.empty(rest.numel(), dtype=dtype, device=rest.device)
+        self.rest.copy_(rest.reshape(-1))
+
+    def wide(self) -> torch.Tensor:
+        """Return the numbers in fp32 that are stored, exactly; the weight itself where it is in fp32."""
+        return self.weight if self.way == PLAIN else joined(self.way, self.weight, self.rest_in_shape())
+
+    def key(self, seed: int, update: int) -> int:
+        """Return what is added to the numbers of all elements, for random words of an update; it wraps."""
+        place = 0 if self.places is not None else int(numbered(torch.full((), self.first_place, dtype=torch.int32)))
+        return (key_of(seed, update, self.name) + place + 2**31) % 2**32 - 2**31
+
+    def keyed(self, seed: int, update: int) -> torch.Tensor:
+        """Return what random words of an update are made of, for each element of this rank's part, flat."""
+        count, device = self.weight.numel(), self.weight.device
+        places = torch.arange(count, dtype=torch.int32, device=device) if self.places is None else self.places
+        return numbered(places.reshape(-1)) + self.key(seed, update)
+
+    def put(self, wide: torch.Tensor, keyed: torch.Tensor | None) -> None:
+        """Write numbers in fp32 into the weight and what is kept besides it. keyed: for each, where it is random."""
+        chosen = None if keyed is None else words(keyed).view(wide.shape)
+        way = self.way if chosen is not None or self.way != STOCHASTIC else "nearest"
+        weight, rest = parted(way, wide, self.weight.dtype, chosen)
+        self.weight.copy_(weight)
+        if rest is not None:
+            self.set_rest(rest)
+
+    def use_gradient(self) -> None:
+        """Note that a step has used the gradient that is there."""
+        gradient = self.parameter.grad
+        self.used = None if gradient is None else (ref(gradient), gradient._version)
+
+    def has_new_gradient(self) -> bool:
+        """Return whether there is a gradient that no step has used."""
+        gradient, (used, version) = self.parameter.grad, self.used or (lambda: None, 0)
+        return gradient is not None and (used() is not gradient or version != gradient._version)
+
+    # -- states of the optimizer
+
+    def is_moment(self, state: Any) -> bool:
+        """Return whether a state is of the weight's shape, in numbers."""
+        is_plain = isinstance(state, torch.Tensor) and state.is_floating_point() and not state.is_sparse
+        return is_plain and state.dim() > 0 and state.shape == self.parameter.shape
+
+    def narrowed(self, states: dict[str, Any], keyed: torch.Tensor | None) -> dict[str, Any]:
+        """Return states as they are kept between steps; keyed: for each element, where they are rounded at random."""
+        return {key: self._narrow(value, keyed, salt) for salt, (key, value) in enumerate(sorted(states.items()), 1)}
+
+    def _narrow(self, state: Any, keyed: torch.Tensor | None, salt: int) -> Any:
+        if self.kept.moments == FP32 or not self.is_moment(state):
+            return state
+        if self.kept.moments == EIGHT_BITS:
+            return _eight_bits(state)
+        part, way = part_of(state), STOCHASTIC if keyed is not None else ""
+        places = keyed.view(part.shape) if keyed is not None else part
+        return with_part(state, rounded_state(part.float(), torch.bfloat16, way, places, salt))
+
+    def widened(self, states: dict[str, Any]) -> dict[str, Any]:
+        """Return states in fp32, for a step."""
+        return {key: self._widen(value) for key, value in states.items()}
+
+    def _widen(self, state: Any) -> Any:
+        if self.kept.moments == EIGHT_BITS and hasattr(state, "dequantize") and type(state) is not torch.Tensor:
+            return state.dequantize()
+        if self.kept.moments == BF16 and self.is_moment(state):
+            return with_part(state, part_of(state).float())
+        return state
+
+
+def _eight_bits(state: torch.Tensor) -> Any:
+    """Return a state in torchao's blocks of 256 codes; as it is where it is as small as torchao leaves alone."""
+    if state.numel() < 4096 or state.numel() % 256:
+        return state
+    try:
+        library: Any = importlib.import_module("torchao.optim.subclass_8bit")
+    except ImportError:
+        advice = 'pip install torchao, or write moments = "bf16".'
+        raise RunError('moments = "8bit"', "torchao, which has them, is not installed", advice=advice) from None
+    made = library.OptimState8bit.zeros(state.shape, signed=bool((state < 0).any()), block_size=256)
+    return made.to(state.device).copy_(state)
+
+
+def _places_of(name: str, parameter: torch.Tensor) -> tuple[int, torch.Tensor | None]:
+    """Return the place of the first element of this rank's part in the whole parameter, row by row, and, where the
+    others do not follow it, all places; int32, as numbers that wrap.
+    """
+    part, offsets = part_of(parameter.detach()), offsets_of(parameter)
+    if offsets is None:
+        advice = 'Write rounding = "kahan", or a master.'
+        raise RunError(f"stochastic rounding of {name}", "this rank's part is no block of it", advice=advice)
+    sizes, steps = tuple(parameter.shape), [1]
+    for size in reversed(sizes[1:]):
+        steps.insert(0, steps[0] * size)
+    first = sum(offset * step for offset, step in zip(offsets, steps, strict=False))
+    if part.shape[1:] == sizes[1:]:
+        return (first + 2**31) % 2**32 - 2**31, None
+    place = torch.full((), first, dtype=torch.int64, device=part.device)
+    for dim, step in enumerate(steps):
+        along = torch.arange(part.shape[dim], dtype=torch.int64, device=part.device) * step
+        place = place + along.view(-1, *[1] * (len(sizes) - dim - 1))
+    return 0, place.to(torch.int32)

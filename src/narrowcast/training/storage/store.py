@@ -1,0 +1,378 @@
+"""`nc.store`: weights, masters, gradients and moments of training kept in the formats that a policy declares."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MethodType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from narrowcast.core.policy import Policy
+from narrowcast.core.policy.storage import BF16, FP32, NEAREST, STOCHASTIC, Storage
+from narrowcast.errors import RunError
+from narrowcast.formats import parse_format
+from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, part_of, with_part
+from narrowcast.runtime.torch_surface.dispatch import quietly
+from narrowcast.runtime.torch_surface.grad_scaling import innermost
+from narrowcast.runtime.torch_surface.modules import (
+    hooked_step,
+    optimized_by,
+    step_without_hooks,
+    tell_schedules,
+)
+from narrowcast.training.storage.declared import STORED, declared_by, notes_on, slots_of
+from narrowcast.training.storage.passes import MOMENTS, Formula, Passes, formula_of, numbers_of
+from narrowcast.training.storage.resumed import Resumed
+from narrowcast.training.storage.rounding import PLAIN
+from narrowcast.training.storage.slots import Slot
+
+_all: WeakSet[Stored] = WeakSet()
+
+
+def store(model: torch.nn.Module, optimizer: Any, storage: Policy | str | Path | Mapping[str, Any]) -> Stored:
+    """Keep the weights that an optimizer steps, what completes them, their gradients and its states in the formats
+    that a policy's `[storage]` section declares, from here on.
+
+    model:     its parameters get their formats in place; with DistributedDataParallel around it they must have them
+               already, and with fully_shard, too: call this before the former, `model.to(dtype)` before the latter.
+    optimizer: that has not stepped yet, of torch.optim or of that interface, each parameter in one group. AdamW, Adam
+               and SGD are stepped in one pass over what is stored, any other in fp32 on copies that it is lent for the
+               step. Not LBFGS, nor what computes its loss again within a step.
+    storage:   a policy with that section, or the path of its file; or the section as a dict.
+
+    Schedulers, `clip_grad_norm_`, `zero_grad`, gradient scalers, closures and hooks on steps work as before.
+    `optimizer.state_dict()` has what is kept besides the weights, under "storage"; `load_state_dict` wants it.
+
+    Returns what holds it: `undo()`, `weights()` in fp32, `sizes()`, `lost`, `state_dict()`. Raises RunError for what
+    cannot be stored so, before anything is changed, and PolicyError for a declaration that contradicts itself.
+    """
+    name, declared = declared_by(storage)
+    inner = innermost(optimizer)
+    slots = slots_of(model, inner, declared)
+    return Stored(model, inner, name, declared, slots)
+
+
+def stored_of(optimizer: Any) -> Stored | None:
+    """Return what stores the parameters of an optimizer; None if nothing does."""
+    found: Stored | None = vars(innermost(optimizer)).get(STORED)
+    return found
+
+
+def stored_in(model: torch.nn.Module) -> list[Stored]:
+    """Return what stores parameters of a model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return [one for one in list(_all) if any(id(slot.parameter) in own for slot in one.slots)]
+
+
+class Stored(Resumed):
+    """Parameters that are kept in declared formats between the steps of their optimizer.
+
+    storage: the declaration; update: how many steps were made. notes: what a user should know of it.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any, name: str, storage: Storage, slots: list[Slot]) -> None:
+        self.name, self.storage, self.optimizer, self.slots = name, storage, optimizer, slots
+        self.update, self.notes = 0, notes_on(model, optimizer, slots)
+        self._of = {slot.parameter: slot for slot in slots}
+        self._passes = Passes(sum(slot.weight.numel() for slot in slots))
+        self._told: list[tuple[torch.Tensor, ...] | float] = []
+        self._changed: set[str] = set()
+        self._is_on = True
+        with quietly():
+            for slot in slots:
+                _place(slot)
+                made = optimizer.state.get(slot.parameter, {})  # some make it before they step
+                made.update(slot.narrowed({k: v.float() if slot.is_moment(v) else v for k, v in made.items()}, None))
+        self._handles = self._hear_of_state()
+        self._scaling = getattr(optimizer, "_step_supports_amp_scaling", None)
+        if self._scaling:
+            optimizer._step_supports_amp_scaling = False
+        self._run = hooked_step(optimizer, lambda _, *given, **named: self._step(*given, **named))
+        self._placed = optimizer.step = MethodType(_step_of, optimizer)
+        setattr(optimizer, STORED, self)
+        _all.add(self)
+
+    # -- what is asked
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return all numbers that are stored, in fp32, by the parameters' names: for averages (EMA) and exports."""
+        with quietly():
+            return {slot.name: with_part(slot.parameter, slot.wide()).clone() for slot in self.slots}
+
+    @property
+    def lost(self) -> list[float]:
+        """The share of the elements that a step moved whose updates rounding lost, step by step: of weights that are
+        rounded to nearest and have no master. 0 where there are none.
+        """
+        for number, told in enumerate(self._told):
+            if isinstance(told, tuple):
+                moved, kept = (float(sum(map(float, rows))) for rows in (told[0::2], told[1::2]))
+                self._told[number] = kept / moved if moved else 0.0
+        return [float(one) for one in self._told if not isinstance(one, tuple)]
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Return the bytes on this rank before they were stored and now, by kind: weight, master (or remainder, or
+        compensation), gradient, and moments, of which AdamW, Adam and SGD are counted before their first step.
+        """
+        sizes = dict.fromkeys(("weight", "master", "gradient", "moments"), (0, 0))
+        for slot in self.slots:
+            count, before = slot.weight.numel(), slot.before.itemsize
+            gradient = _dtype_of_gradient(slot).itemsize if slot.parameter.requires_grad else 0
+            moments = self._moments_of(slot)
+            rows = {
+                "weight": (before, slot.weight.element_size()),
+                "master": (0, 0 if slot.rest is None else slot.rest.element_size()),
+                "gradient": (before if gradient else 0, gradient),
+                "moments": (len(moments) * before, sum(moments)),
+            }
+            sizes = {k: (a + rows[k][0] * count, b + int(rows[k][1] * count)) for k, (a, b) in sizes.items()}
+        return sizes
+
+    def __repr__(self) -> str:
+        before, now = map(sum, zip(*self.sizes().values(), strict=True))
+        count = max(1, sum(slot.weight.numel() for slot in self.slots))
+        kinds = ", ".join(f"{kind} {b / count:.3g}" for kind, (_, b) in self.sizes().items() if b)
+        return f"<{self.name}: {now / count:.3g} bytes per parameter ({kinds}), {before / count:.3g} before>"
+
+    def undo(self) -> None:
+        """Give the optimizer its own step back, and the weights their formats: that of before, or fp32 where more
+        digits are stored than it holds; sharded weights stay in theirs. States follow their weights.
+        """
+        if not self._is_on:
+            raise RunError("undo()", "it is undone already", advice="Call nc.store again to store it anew.")
+        self._is_on = False
+        with quietly():
+            for slot in self.slots:
+                wide, states = slot.wide(), slot.widened(dict(self.optimizer.state.get(slot.parameter, {})))
+                if not is_sharded_tensor(slot.parameter):
+                    dtype = torch.float32 if slot.rest is not None else slot.before
+                    _convert(slot.parameter, wide.to(dtype).clone(), dtype)
+                else:
+                    slot.parameter.grad_dtype = slot.parameter.dtype if slot.parameter.is_leaf else None
+                for key, value in states.items():
+                    own = value.to(slot.parameter.dtype) if slot.is_moment(value) else value
+                    self.optimizer.state[slot.parameter][key] = own
+        for handle in self._handles:
+            handle.remove()
+        if self._scaling:
+            del self.optimizer._step_supports_amp_scaling
+        if (
+            self.optimizer.__dict__.get("step") == self._placed
+        ):  # else a schedule has wrapped it, and it passes calls on
+            del self.optimizer.step
+        delattr(self.optimizer, STORED)
+        _all.discard(self)
+
+    # -- a step
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        new = next((one for one in optimized_by(self.optimizer) if one not in self._of), None)
+        if new is not None:
+            advice = "Call undo() before add_param_group, and nc.store with a new optimizer after it."
+            raise RunError("a step", f"a parameter of shape {tuple(new.shape)} was added later", advice=advice)
+        with quietly():
+            own = list(self._own_slots())
+            lent = [slot for slot in self.slots if not any(slot is one for one, _, _ in own)]
+            self._check_formats()
+            self.update += 1
+            told = self._lend(lent, loss, closure is not None)
+            told += self._pass(own)
+            for slot in self.slots:
+                slot.use_gradient()
+        self._told.append(tuple(told) if told else 0.0)
+        if len(self._told) > _PENDING and isinstance(self._told[-_PENDING], tuple):
+            self.lost  # noqa: B018  reads what waits
+        return loss
+
+    def _check_formats(self) -> None:
+        for slot in self.slots:
+            if slot.parameter.dtype is not DTYPES[parse_format(str(slot.kept.weight))]:
+                found = f"it is stored in {slot.kept.weight}, and is in {FORMATS.get(slot.parameter.dtype)} now"
+                raise RunError(f"a step of {slot.name}", found, advice="Call undo() before the model is converted.")
+
+    def _own_slots(self) -> Iterator[tuple[Slot, Formula, int]]:
+        """Yield the parameters that are stepped in a pass, with the formula, and the number of their step."""
+        formulas = [formula_of(self.optimizer, group) for group in self.optimizer.param_groups]
+        for slot in self.slots:
+            formula, gradient = formulas[slot.group], slot.parameter.grad
+            is_plain = slot.way == PLAIN and slot.kept.moments == FP32
+            if formula is None or is_plain or gradient is None or gradient.is_sparse:
+                continue
+            if slot.kept.moments not in (FP32, BF16):
+                continue
+            state = self.optimizer.state[slot.parameter]
+            if formula.is_adam:
+                state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
+                yield slot, formula, int(state["step"]) + 1
+            else:
+                yield slot, formula, 1 + (state.get("momentum_buffer") is not None)
+
+    def _pass(self, own: list[tuple[Slot, Formula, int]]) -> list[torch.Tensor]:
+        """Step parameters in passes over what is stored."""
+        told: list[torch.Tensor] = []
+        for slot, formula, step in own:
+            state, dtype = self.optimizer.state[slot.parameter], DTYPES[parse_format(slot.kept.moments)]
+            names = self._names_of(formula)
+            for name in names:
+                if state.get(name) is None:
+                    state[name] = torch.zeros_like(slot.parameter.detach(), dtype=dtype)
+            if formula.is_adam:
+                state["step"] += 1
+            numbers = numbers_of(formula, self.optimizer.param_groups[slot.group], step)
+            key = slot.key(self.storage.seed, self.update) if slot.way == STOCHASTIC else 0
+            places = None if slot.places is None else slot.places.reshape(-1)
+            moments = [part_of(state[name]) for name in names]
+            gradient: Any = slot.parameter.grad
+            tensors = slot.weight, slot.rest, part_of(gradient), moments
+            found = self._passes.run(formula, slot.way, *tensors, places, key, numbers)
+            torch.autograd.graph.increment_version(slot.parameter)
+            if slot.way == NEAREST:
+                told += found
+            elif found:
+                self._tell_changed(slot, found[0])
+        return told
+
+    def _lend(self, slots: list[Slot], loss: Any, is_given: bool) -> list[torch.Tensor]:
+        """Let the optimizer step its parameters in fp32, on copies of what is stored, and store what it makes."""
+        optimizer, told = self.optimizer, []
+        if not any(slot.parameter.grad is not None for slot in slots):
+            return []
+        lent: dict[torch.Tensor, torch.Tensor] = {}
+        for slot in slots:
+            lent[slot.parameter] = slot.parameter if slot.way == PLAIN else self._copy_of(slot)
+        before = [(group, group["params"]) for group in optimizer.param_groups]
+        own = {one: optimizer.state.pop(one) for one in self._of if one in optimizer.state}
+        takes_closure = is_given and "closure" in inspect.signature(type(optimizer).step).parameters
+        try:
+            for group, parameters in before:
+                group["params"] = [lent[one] for one in parameters if one in lent]
+            for slot in slots:
+                if slot.parameter in own:
+                    optimizer.state[lent[slot.parameter]] = slot.widened(own[slot.parameter])
+            inner: Any = step_without_hooks(optimizer)
+            inner(closure=_once(loss)) if takes_closure else inner()
+            own |= {slot.parameter: optimizer.state.pop(lent[slot.parameter], {}) for slot in slots}
+            for slot in slots:
+                told += self._store(slot, lent[slot.parameter], own)
+        finally:
+            for group, parameters in before:
+                group["params"] = parameters
+            for slot in slots:
+                optimizer.state.pop(lent[slot.parameter], None)
+            for parameter, state in own.items():
+                if state:
+                    optimizer.state[parameter] = state
+        return told
+
+    def _copy_of(self, slot: Slot) -> torch.Tensor:
+        wide = slot.wide()
+        copied = torch.nn.Parameter(with_part(slot.parameter.detach(), wide), slot.parameter.requires_grad)
+        copied.__dict__.update(slot.parameter.__dict__)
+        gradient = slot.parameter.grad
+        if gradient is not None:
+            copied.grad = (
+                gradient.float() if not is_sharded_tensor(gradient) else with_part(gradient, part_of(gradient).float())
+            )
+        return copied
+
+    def _store(self, slot: Slot, stepped: torch.Tensor, own: dict[Any, Any]) -> list[torch.Tensor]:
+        """Store a parameter that was stepped in fp32, and its states; return what rounding lost."""
+        told: list[torch.Tensor] = []
+        keyed = slot.keyed(self.storage.seed, self.update) if slot.way == STOCHASTIC else None
+        if slot.way != PLAIN and slot.parameter.grad is not None:
+            after, before = part_of(stepped.detach()), slot.weight
+            if slot.way == NEAREST:
+                moved = after != before.float()
+                told = [moved.sum(), (moved & (after.to(before.dtype) == before)).sum()]
+            if slot.way == FP32 and slot.rest is not None:
+                self._tell_changed(slot, (before.flatten() != slot.rest.to(before.dtype)).sum())
+            slot.put(after, keyed)
+            torch.autograd.graph.increment_version(slot.parameter)
+        own[slot.parameter] = slot.narrowed(own[slot.parameter], keyed)
+        return told
+
+    def _tell_changed(self, slot: Slot, count: torch.Tensor) -> None:
+        """Tell, of each weight once, that it is not its master, rounded: somebody wrote to it."""
+        if slot.name not in self._changed and int(count):
+            self._changed.add(slot.name)
+            text = f"{int(count)} elements of {slot.name} were written since the last step, not by the optimizer: "
+            self.notes.append(text + "its master follows them.")
+            warnings.warn(f"nc.store: {self.notes[-1]}", UserWarning, stacklevel=2)
+
+    def _names_of(self, formula: Formula) -> tuple[str, ...]:
+        return MOMENTS[type(self.optimizer)] if formula.is_adam or formula.momentum else ()
+
+    def _moments_of(self, slot: Slot) -> list[float]:
+        """Return the bytes of an element of each of the states in the weight's shape, as they are or will be."""
+        states = [v for v in self.optimizer.state.get(slot.parameter, {}).values() if isinstance(v, torch.Tensor)]
+        found = [part_of(one) for one in states if one.dim() and one.shape == slot.parameter.shape]
+        if found or not slot.parameter.requires_grad:
+            sizes = [getattr(one, "codes", one) for one in found]
+            return [one.numel() * one.element_size() / max(1, slot.weight.numel()) for one in sizes]
+        formula = formula_of(self.optimizer, self.optimizer.param_groups[slot.group])
+        size = {FP32: 4.0, BF16: 2.0}.get(slot.kept.moments, 1.0)
+        return [size] * len(self._names_of(formula)) if formula is not None else []
+
+
+_PENDING = 64
+"""Steps whose counts of lost updates may wait on a device."""
+
+
+def _step_of(optimizer: Any, *given: Any, **named: Any) -> Any:
+    """Step an optimizer whose parameters are stored; in the place of its own method."""
+    stored = stored_of(optimizer)
+    if stored is None:
+        return type(optimizer).step(optimizer, *given, **named)
+    tell_schedules(optimizer)
+    return stored._run(optimizer, *given, **named)
+
+
+def _once(loss: Any) -> Callable[[], Any]:
+    """Return a closure that gives a loss which was computed before, one time."""
+    rest = [loss]
+
+    def closure() -> Any:
+        if not rest:
+            advice = "Train with weights in fp32, or with an optimizer that asks for the loss once."
+            raise RunError("a step of what is stored", "the optimizer computes its loss again", advice=advice)
+        return rest.pop()
+
+    return closure
+
+
+# -- parameters in place
+
+
+def _place(slot: Slot) -> None:
+    """Give a parameter its format, and keep what completes it."""
+    dtype, parameter = DTYPES[parse_format(str(slot.kept.weight))], slot.parameter
+    wide = slot.weight.float()
+    if parameter.dtype is not dtype:
+        _convert(parameter, torch.empty_like(slot.weight, dtype=dtype), _dtype_of_gradient(slot))
+    elif _dtype_of_gradient(slot) is not dtype:
+        _convert(parameter, parameter.data, _dtype_of_gradient(slot))
+    if slot.way != PLAIN:
+        slot.put(wide, None)
+
+
+def _convert(parameter: torch.Tensor, data: torch.Tensor, gradient: torch.dtype) -> None:
+    """Give a parameter other data, and gradients of a dtype; one that is there is converted."""
+    there, parameter.grad = parameter.grad, None
+    parameter.data = data
+    if parameter.requires_grad:
+        parameter.grad_dtype = gradient
+    if there is not None:
+        parameter.grad = there.to(gradient)
+
+
+def _dtype_of_gradient(slot: Slot) -> torch.dtype:
+    return DTYPES[parse_format(slot.kept.gradient or str(slot.kept.weight))]
