@@ -26,7 +26,7 @@ from narrowcast.runtime.sites.python_stack import find_site, loop_line
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts
 from narrowcast.runtime.torch_surface.autograd import current_autograd_node, current_graph_task
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, op_name, overload_name, without_functions
-from narrowcast.runtime.torch_surface.modules import optimized_by, told_of_optimizer_steps
+from narrowcast.runtime.torch_surface.modules import is_stored, optimized_by, told_of_optimizer_steps
 from narrowcast.runtime.torch_surface.state import is_enabled
 
 
@@ -237,7 +237,8 @@ class Adviser:
         if len(self._sites) < _MOST_SITES:
             self._sites[site] = None
         for tensor in tensors:
-            if tensor.dtype in LOW and isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
+            is_weight = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+            if tensor.dtype in LOW and is_weight and not is_stored(tensor):
                 known = self._converted.get(tensor.dtype)
                 if known is not None:
                     self.advice[known] += 1
@@ -246,8 +247,8 @@ class Adviser:
                     "weights in a low format",
                     f"{facts.id} reads a weight that is {FORMATS[tensor.dtype]} already: the model was converted "
                     "(half(), bfloat16(), to(dtype)) and runs in a region, too",
-                    "Keep the weights in fp32, model.float(), where they are trained. For inference alone convert the "
-                    "model, and open no region.",
+                    "Keep the weights in fp32, model.float(), where they are trained, or what completes them "
+                    "(nc.store). For inference alone convert the model, and open no region.",
                     site,
                 )
                 return

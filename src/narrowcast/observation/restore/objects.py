@@ -15,7 +15,7 @@ from narrowcast.observation.restore.attributes import Attributes
 from narrowcast.observation.statistics.by_storage import has_storage, where_it_lies
 from narrowcast.runtime.torch_surface.autograd import is_leaf
 from narrowcast.runtime.torch_surface.fx import FakeTensor, is_functorch_wrapped_tensor
-from narrowcast.runtime.torch_surface.modules import is_uninitialized, optimized_by
+from narrowcast.runtime.torch_surface.modules import is_uninitialized, optimized_by, stored_by
 
 T = TypeVar("T")
 
@@ -120,7 +120,9 @@ class LivingObjects:
     def _add_optimizer(self, optimizer: Any) -> None:
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = optimizer
-            self._kept[id(optimizer)] = optimizer, Attributes(optimizer, self._own)
+            stored = stored_by(optimizer)
+            own = self._own if stored is None else (*self._own, type(stored))
+            self._kept[id(optimizer)] = optimizer, Attributes(optimizer, own)
         for parameter in optimized_by(optimizer):  # it may be a plain tensor
             self._add_parameter(parameter)
 

@@ -18,6 +18,7 @@ from narrowcast.runtime.torch_surface.fx import FakeTensor
 from narrowcast.runtime.torch_surface.modules import (
     by_no_other_thread,
     optimized_by,
+    stored_by,
     told_of_module_calls,
     told_of_optimizer_steps,
 )
@@ -77,9 +78,11 @@ class Process:
         """Note that an optimizer is about to step. is_seen: its ops are; else all that it may write to is copied."""
         with quietly():
             self._living.meet(optimizer)
-            if not is_seen:
+            stored = stored_by(optimizer)
+            if not is_seen or stored is not None:  # which writes without an op
                 scales = [list(vars(scaler).values()) for scaler in self._living.scalers]
-                for tensor in in_memory(*optimized_by(optimizer), *optimizer.state.values(), *scales):
+                besides = [] if stored is None else stored.memory()
+                for tensor in in_memory(*optimized_by(optimizer), *optimizer.state.values(), *scales, *besides):
                     self._copy(tensor)
 
     def before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

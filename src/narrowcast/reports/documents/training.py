@@ -53,9 +53,11 @@ def storage_document(result: StorageCheck) -> Document:
     page = Document("storage-check", name, storage_verdict(result), tone)
     kinds = ("weight", "master", "gradient", "state")
     sizes = {kind: sum(getattr(group, f"{kind}_bytes") for group in result.groups) for kind in kinds}
+    before = result.bytes_before / max(1, elements)
     detail = ", ".join(f"{kind} {size / elements:.3g}" for kind, size in sizes.items() if size)
     page.figures = [
         Figure("bytes", sum(sizes.values()) / max(1, elements), f"per element on this rank: {detail}"),
+        *([Figure("bytes before", before, "per element, before nc.store")] if before else []),
         Figure("elements", elements, f"in {counted(sum(group.count for group in result.groups), 'parameter')}"),
     ]
     lost = [group for group in result.groups if group.lost is not None]

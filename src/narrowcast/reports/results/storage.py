@@ -48,7 +48,9 @@ class StoredGroup:
 
 @dataclass(slots=True, repr=False)
 class StorageCheck(Result):
-    """What is lost by how training keeps its weights. model, optimizer: names of their classes."""
+    """What is lost by how training keeps its weights. model, optimizer: names of their classes. bytes_before: of all
+    together on this rank, before `nc.store` kept them in other formats; 0 where it did not.
+    """
 
     WHAT: ClassVar[str] = "the check of a training's storage"
     SCHEMA: ClassVar[str] = "narrowcast.storage-check/1"
@@ -58,6 +60,7 @@ class StorageCheck(Result):
     groups: list[StoredGroup] = field(default_factory=list)
     findings: list[Advice] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    bytes_before: int = 0
 
     @property
     def verdict(self) -> str:

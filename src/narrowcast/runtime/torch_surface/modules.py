@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MethodType
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from narrowcast.runtime.torch_surface.dynamo import between_compilations, never_trace
 from narrowcast.runtime.torch_surface.patches import note_staying, once
@@ -137,14 +138,43 @@ def hooked_step(optimizer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
     return torch.optim.Optimizer.profile_hook_step(step) if is_torch else step
 
 
+STORED = "_stored_by"
+"""The attribute of an optimizer that has what stores its parameters (`nc.store`); copies and pickles have none."""
+_stored: Any = WeakTensorKeyDictionary()
+
+
+def stored_by(optimizer: Any) -> Any:
+    """Return what stores the parameters of an optimizer; None if nothing does."""
+    return getattr(optimizer, "__dict__", {}).get(STORED)
+
+
+def note_stored(parameter: torch.Tensor, is_stored: bool) -> None:
+    """Note whether a parameter has what completes it, or rounds it with care, by declaration."""
+    if is_stored:
+        _stored[parameter] = True
+    else:
+        _stored.pop(parameter, None)
+
+
+def is_stored(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter's format was declared, with what completes it."""
+    return parameter in _stored
+
+
 def has_schedule(optimizer: Any) -> bool:
     """Return whether a schedule of its learning rate counts an optimizer's steps."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")
 
 
-def tell_schedules(optimizer: Any) -> None:
-    """Note that an optimizer steps, where the schedule of its learning rate, made before, would have noted it."""
-    optimizer._opt_called = True
+def step_for_schedules(optimizer: Any, step: Callable[..., Any]) -> MethodType:
+    """Return a method that steps an optimizer, and that schedules of its learning rate, made before or later, count."""
+
+    def counted(own: Any, *given: Any, **named: Any) -> Any:
+        own._opt_called = True
+        return step(own, *given, **named)
+
+    counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return MethodType(counted, optimizer)
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def check_training(step: Callable[..., Any], inputs: Inputs = (), *, steps: int 
         door.run("an optimizer's step", looking.steps, optimizer, threading.get_ident() == own)
 
     def has_stepped(optimizer: Any) -> None:
-        door.run("an optimizer's step", looking.stepped)
+        door.run("an optimizer's step", looking.stepped, optimizer)
 
     with ExitStack() as stack:
         stack.enter_context(kept)

@@ -21,7 +21,7 @@ from narrowcast.training.check.gradients import Found, Gradients
 from narrowcast.training.check.kept import KeptMemory
 
 AVERAGE, UPDATES = "an average in a low format", "updates lost in rounding"
-_LOST_OF_WEIGHTS, _LOST_OF_AVERAGES = 0.01, 0.25
+LOST_OF_WEIGHTS, _LOST_OF_AVERAGES = 0.01, 0.25
 """The share of the elements that should change and do not, from which on it is reported. The first steps of an
 optimizer are its largest: where one in a hundred weights loses its update then, most lose theirs later.
 """
@@ -355,7 +355,7 @@ def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Fou
                 "Keep the weights in fp32, model.float(), and run the forward in a region, nc.autocast(device, dtype).",
                 broken.site,
             ))  # fmt: skip
-        least = max(_FEW, wanted * _LOST_OF_WEIGHTS) if most.is_weight else wanted * _LOST_OF_AVERAGES
+        least = max(_FEW, wanted * LOST_OF_WEIGHTS) if most.is_weight else wanted * _LOST_OF_AVERAGES
         if not stay or (stay <= least and stay < wanted):
             continue
         where = f" (most of them in {names[most.key]})" if most.key in names else ""

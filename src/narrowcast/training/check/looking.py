@@ -22,9 +22,10 @@ from narrowcast.runtime.torch_bridge import LOW, OpFacts, is_random, is_weight, 
 from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.runtime.torch_surface.autograd import current_autograd_node, current_graph_task, in_hook
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE, UPDATE_SCALE
+from narrowcast.runtime.torch_surface.modules import stored_by
 from narrowcast.training.check.backwards import Backwards
 from narrowcast.training.check.casts import Reduced, Stale, cast_again, casts_beside
-from narrowcast.training.check.exact import UPDATES, Begun, Exact, no_longer_finite, told
+from narrowcast.training.check.exact import LOST_OF_WEIGHTS, UPDATES, Begun, Exact, no_longer_finite, told
 from narrowcast.training.check.gradients import Found, Gradients, Updates
 from narrowcast.training.check.kept import KeptMemory
 from narrowcast.training.check.outside import OutsideRegions, in_region
@@ -320,8 +321,13 @@ class LoopObserver(Observer):
         self._is_stepping = True
         self.end_of_step()
 
-    def stepped(self) -> None:
+    def stepped(self, optimizer: Any) -> None:
         """Inspect the weights after an optimizer's step."""
+        stored = stored_by(optimizer)
+        if stored is not None and stored.lost[-1] > LOST_OF_WEIGHTS:
+            what = f"{stored.lost[-1]:.0%} of the elements that a step should move stay where they were: what is added "
+            todo = 'Declare what completes them: master = "remainder" or "fp32"; or rounding = "stochastic", "kahan".'
+            self.add(UPDATES, f"{what}is less than half a unit of the weight", todo, loop_line())
         self._is_stepping = self._is_in_closure = False
         with dispatch.without_functions():
             self._backwards.stepped()

@@ -26,6 +26,7 @@ from narrowcast.runtime.torch_surface.modules import has_step_hooks, optimized_b
 from narrowcast.training.storage.checkpoints import entries_of, losses_of
 from narrowcast.training.storage.masters import Master, masters_of, units_of
 from narrowcast.training.storage.probes import Probed, Probes
+from narrowcast.training.storage.store import slot_of, stored_of
 from narrowcast.training.storage.twins import Settings, settings_of
 
 UPDATES, STATES, RESUMED, APART = (
@@ -69,6 +70,7 @@ def check_storage(
     if not isinstance(model, torch.nn.Module):
         advice = "Give the model, and then the optimizer that trains it."
         raise RunError(f"check_storage({type(model).__name__}, ...)", "it is no torch.nn.Module", advice=advice)
+    stored = stored_of(optimizer)
     weights = {without_wrapper(name): weight for name, weight in model.named_parameters()}
     empty = next((n for n, w in weights.items() if isinstance(w, UninitializedParameter) or w.is_meta), None)
     if empty is not None:
@@ -88,10 +90,14 @@ def check_storage(
                 _judge_group(result, number, dtype, _Group(optimizer, settings, parameters, weights, masters), probes)
         result.findings = [*_one_of_each(result.findings), *_of_masters(masters)]
         if checkpoint is not None:
-            result.findings += losses_of(entries, weights, masters, result.notes)
+            kept = {} if stored is None else {slot.name: slot.way for slot in stored.slots if slot.rest is not None}
+            result.findings += losses_of(entries, weights, masters, kept, result.notes)
     left = sum(id(weight) not in stepped and weight.requires_grad for weight in weights.values())
     if left and not masters:
         result.notes.append(f"{counted(left, 'parameter', 'are')} trained by no group of this optimizer.")
+    if stored is not None:
+        result.bytes_before = sum(before for before, _ in stored.sizes().values())
+        result.notes += stored.notes
     return result
 
 
@@ -132,6 +138,9 @@ class _Group:
             gradient = getattr(own, "grad_dtype", None) or own.dtype
             kept.gradient_bytes += value.numel() * gradient.itemsize if own.requires_grad else 0
             master = self.masters.get(self.names[id(parameter)])
+            slot = slot_of(self.optimizer, parameter)
+            if slot is not None:
+                kept.master_bytes += 0 if slot.rest is None else slot.rest.nbytes
             for name, state in self.optimizer.state.get(parameter, {}).items():
                 size = sum(one.nbytes for one in in_memory(state))
                 if master is not None and master.where == name:
@@ -161,7 +170,8 @@ def _judge_group(result: StorageCheck, number: int, dtype: torch.dtype, group: _
         return
     kept.rate = float(group.settings["lr"]) if "lr" in group.settings else None
     kept.update = found.update
-    if found.state_bytes is not None and not (kept.state_bytes or kept.master_bytes):  # as they will be
+    has_all = kept.state_bytes or (kept.master_bytes and stored_of(group.optimizer) is None)
+    if found.state_bytes is not None and not has_all:  # as they will be
         kept.state_bytes = round(found.state_bytes * sum(one.numel() for one in trained))
     still = list(_of_still(number, found))
     if dtype is torch.float32 or found.keeps_updates:

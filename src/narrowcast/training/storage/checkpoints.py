@@ -20,6 +20,7 @@ from narrowcast.errors import RunError, reason_of
 from narrowcast.output.words import and_more
 from narrowcast.runtime.torch_bridge import FORMATS, values_of
 from narrowcast.training.storage.masters import MASTER, Master, units_apart
+from narrowcast.training.storage.slots import RESTS
 
 NO_MASTERS, NARROWER, READ_LOWER = (
     "a checkpoint without masters",
@@ -72,7 +73,7 @@ def entries_of(checkpoint: Any) -> list[Entry]:
 def _nested(tree: Any, path: str, around: frozenset[int]) -> Iterator[Entry]:
     """Yield the tensors inside. around: the containers that this is in, which it may hold itself."""
     if isinstance(tree, torch.Tensor):
-        if tree.is_floating_point():
+        if tree.is_floating_point() or path.endswith(tuple(RESTS.values())):
             yield Entry(path, tuple(tree.shape), tree.dtype, tree)
         return
     is_sequence = isinstance(tree, Sequence) and not isinstance(tree, str | bytes)
@@ -109,7 +110,7 @@ def _distributed(path: Path) -> Iterator[Entry]:
         kept = _Metadata(file).load()
     for name, one in kept.state_dict_metadata.items():
         properties = getattr(one, "properties", None)
-        if properties is not None and properties.dtype.is_floating_point:
+        if properties is not None and (properties.dtype.is_floating_point or name.endswith(tuple(RESTS.values()))):
             yield Entry(str(name), tuple(one.size), properties.dtype)
 
 
@@ -121,10 +122,14 @@ def of_weight(entries: Sequence[Entry], name: str, shape: tuple[int, ...]) -> En
 
 
 def losses_of(
-    entries: Sequence[Entry], weights: Mapping[str, torch.Tensor], masters: Mapping[str, Master], notes: list[str]
+    entries: Sequence[Entry],
+    weights: Mapping[str, torch.Tensor],
+    masters: Mapping[str, Master],
+    ways: Mapping[str, str],
+    notes: list[str],
 ) -> Iterator[Advice]:
     """Yield what a checkpoint loses of what is trained, or a model of what it reads: the first weight of each kind.
-    Notes say what it does not hold.
+    ways: how nc.store keeps what it keeps besides some weights. Notes say what it does not hold.
     """
     if not entries:
         found, advice = "it holds no tensors of floating dtypes", "Give what you save, with model.state_dict() in it."
@@ -137,7 +142,11 @@ def losses_of(
         entry, master = of_weight(entries, name, tuple(weight.shape)), masters.get(name)
         if entry is None:
             missing.append(name)
-        if master is not None:
+        if name in ways:
+            rest = f"{name}/{RESTS[ways[name]]}"
+            if not any(f".{one.path}".endswith(f".{rest}") for one in entries):
+                lost.setdefault(NO_MASTERS, []).append((name, RESTS[ways[name]]))
+        elif master is not None:
             if not any(_holds(one, name, weight, master) for one in entries):
                 lost.setdefault(NO_MASTERS, []).append((name, _format(master.value.dtype)))
         elif entry is not None and _digits(entry.dtype) < _digits(weight.dtype):

@@ -19,15 +19,14 @@ from narrowcast.runtime.torch_surface.modules import (
     has_schedule,
     is_sharded,
     optimized_by,
+    stored_by,
     without_wrapper,
 )
 from narrowcast.training.storage.slots import Slot
 
-STORED = "_stored_by"
-"""The attribute of an optimizer that has what stores its parameters; copies and pickles of it have none."""
-
 
 def declared_by(storage: Any) -> tuple[str, Storage]:
+    """Return a declaration and its policy's name; RunError for a policy without one."""
     if isinstance(storage, Mapping):
         return "storage", Storage.of(storage)
     policy = as_policy(storage)
@@ -72,7 +71,7 @@ def _check_optimizer(asked: str, model: Any, optimizer: Any) -> None:
         raise RunError(asked, "it is no optimizer", advice="Give what has param_groups, state and step().")
     if any(type(one).__name__ == "FullyShardedDataParallel" for one in model.modules()):
         raise RunError(asked, "FullyShardedDataParallel keeps weights in flat ones", advice="Use fully_shard (FSDP2).")
-    if STORED in vars(optimizer):
+    if stored_by(optimizer) is not None:
         raise RunError(asked, "its parameters are stored already", advice="Call undo() of what nc.store returned.")
     if any(float(one.get("step", 1)) for one in map(optimizer.state.get, optimized_by(optimizer)) if one):
         advice = "Call nc.store before the first step, or before load_state_dict, with a new optimizer."
@@ -117,10 +116,11 @@ def _check_parameter(asked: str, name: str, parameter: torch.Tensor, kept: Kept,
 
 
 def notes_on(model: torch.nn.Module, optimizer: Any, slots: list[Slot]) -> list[str]:
+    """Return what a user should know of what is stored so."""
     notes, own = [], {id(slot.parameter) for slot in slots}
     left = [name for name, one in model.named_parameters() if id(one) not in own]
     if left:
-        notes.append(f"{left[0]}{and_more(len(left) - 1, 'parameter')} of no group stay as they are.")
+        notes.append(f"Of no group, and as before: {left[0]}{and_more(len(left) - 1, 'parameter')}.")
     reduced = {formats_of_wrapper(one).get("reduce_dtype") for one in model.modules() if is_sharded(one)} - {None}
     for dtype in reduced:
         if dtype in LOW:

@@ -73,7 +73,8 @@ def _stepped(
     if formula.is_adam:
         first, second = moments
         first, second = first + n[3] * (gradient - first), second * n[4] + n[5] * gradient * gradient
-        return wide * n[2] - n[8] * (first / (second.sqrt() * n[6] + n[7])), [first, second]
+        root = second.double().sqrt().float() if second.device.type == "cpu" else second.sqrt()  # MKL's is not rounded
+        return wide * n[2] - n[8] * (first / (root * n[6] + n[7])), [first, second]
     if not formula.momentum:
         return wide - n[2] * gradient, []
     buffer = moments[0] * n[3] + n[4] * gradient

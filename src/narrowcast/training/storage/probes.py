@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from narrowcast.training.storage.masters import units_of
+from narrowcast.training.storage.store import slot_of
 from narrowcast.training.storage.twins import Settings, Twin, part_of_parameter
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "foreach", "fused", "capturable")
@@ -51,6 +53,10 @@ class Probed:
     lost: dict[int, float] = field(default_factory=dict)
 
 
+_Make = Callable[[Sequence[torch.Tensor]], Twin]
+"""What makes a twin of weights: as they are kept, or in fp32."""
+
+
 class Probes:
     """Probes of the groups of one optimizer. Groups whose settings are the same but for the learning rate are asked
     once for what does not depend on it.
@@ -62,24 +68,27 @@ class Probes:
 
     def of(self, settings: Settings, parameters: Sequence[torch.Tensor]) -> Probed:
         """Probe some parameters of one group and format. Raises what the optimizer's class raises."""
-        optimizer, weight = self._optimizer, part_of_parameter(max(parameters, key=lambda one: one.numel()))
+        largest = max(parameters, key=lambda one: one.numel())
+        weight, slot = part_of_parameter(largest), slot_of(self._optimizer, largest)
+        wide = partial(Twin, self._optimizer, settings)
+        own = partial(wide, as_stored=slot)
         found, drawn, gradient = Probed(), _drawn(weight), None
-        found.update = _update_of_any(optimizer, settings, weight)
+        found.update = _update_of_any(wide, weight)
         if found.update is None:
             given = {id(one): (one, g) for one in parameters if (g := _gradient_of(one)) is not None}
             if given:
                 gradient = max((g for _, g in given.values()), key=lambda one: one.numel())
-                found.update, found.lost = _updates_of_these(optimizer, settings, given)
+                found.update, found.lost = _updates_of_these(wide, given)
         others = {name: value for name, value in settings.items() if name not in _RATES}
-        key = repr(others), weight.dtype, weight.dim(), bool(found.update), gradient is None
+        key = repr(others), slot and slot.kept, weight.dtype, weight.dim(), bool(found.update), gradient is None
         known = self._known.get(key)
         if known is not None:
             return replace(known, update=found.update, lost=found.lost)
         if found.update and weight.dtype is not torch.float32:
             push = 1.0 if gradient is None else float(gradient[gradient != 0].abs().mean())
-            found.keeps_updates = _keeps_updates(optimizer, settings, drawn.to(weight.dtype), found.update, push)
-        found.still = _still(optimizer, settings, weight, drawn)
-        found.rounded, found.state_bytes = _rounded(optimizer, settings, weight, drawn)
+            found.keeps_updates = _keeps_updates(own, wide, drawn.to(weight.dtype), found.update, push)
+        found.still = _still(own, wide, weight, drawn)
+        found.rounded, found.state_bytes = _rounded(own, weight, drawn)
         self._known[key] = found
         return found
 
@@ -99,11 +108,11 @@ def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return part_of_parameter(gradient).float() if gradient.shape == parameter.shape else None
 
 
-def _update_of_any(optimizer: Any, settings: Settings, weight: torch.Tensor) -> float | None:
+def _update_of_any(wide: _Make, weight: torch.Tensor) -> float | None:
     """Return the median size of an update in fp32, if the size of gradients does not matter."""
     drawn, sizes = _drawn(weight), []
     for one in (drawn, drawn * _LARGER):
-        twin = Twin(optimizer, settings, [weight.float()])
+        twin = wide([weight.float()])
         twin.step([one], _WARM)
         before = twin.values()
         twin.step([one])
@@ -112,14 +121,14 @@ def _update_of_any(optimizer: Any, settings: Settings, weight: torch.Tensor) -> 
 
 
 def _updates_of_these(
-    optimizer: Any, settings: Settings, given: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    wide: _Make, given: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 ) -> tuple[float, dict[int, float]]:
     """Return the median size of the updates that gradients make in fp32, and which share of them each parameter's
     format loses; given: parameters and their gradients, by identity.
     """
     weights = [part_of_parameter(one) for one, _ in given.values()]
     gradients = [gradient for _, gradient in given.values()]
-    twin = Twin(optimizer, settings, [weight.float() for weight in weights])
+    twin = wide([weight.float() for weight in weights])
     twin.step(gradients, _WARM)
     before = [weight.detach().clone() for weight in twin.weights]
     twin.step(gradients)
@@ -132,7 +141,7 @@ def _updates_of_these(
     return float(sizes.median()) if sizes.numel() else 0.0, lost
 
 
-def _keeps_updates(optimizer: Any, settings: Settings, drawn: torch.Tensor, update: float, push: float) -> bool | None:
+def _keeps_updates(own: _Make, wide: _Make, drawn: torch.Tensor, update: float, push: float) -> bool | None:
     """Return whether many updates of a part of a unit move weights as they do in fp32. The weights are chosen for
     that, all within one power of two; None where the updates of such weights are others. drawn: in the weights' shape
     and format; push: the size of gradients.
@@ -144,9 +153,9 @@ def _keeps_updates(optimizer: Any, settings: Settings, drawn: torch.Tensor, upda
     for _ in range(2):
         unit = eps * 2.0**exponent
         start = (drawn.sign() * (1.25 + 0.5 * drawn.abs() / drawn.abs().max()) * 2.0**exponent).to(dtype)
-        low, wide = (Twin(optimizer, settings, [one]) for one in (start, start.float()))
-        wide.step([pushes], _STEPS)
-        moved = wide.values() - start.double().flatten()
+        low, beside = own([start]), wide([start.float()])
+        beside.step([pushes], _STEPS)
+        moved = beside.values() - start.double().flatten()
         part = float(moved.abs().median()) / _STEPS / unit
         if _FITS[0] < part < _FITS[1]:
             break
@@ -160,19 +169,18 @@ def _keeps_updates(optimizer: Any, settings: Settings, drawn: torch.Tensor, upda
     return follows > _FOLLOWS if follows < _FAR else None  # NaN is neither
 
 
-def _still(optimizer: Any, settings: Settings, weight: torch.Tensor, drawn: torch.Tensor) -> list[str]:
+def _still(own: _Make, wide: _Make, weight: torch.Tensor, drawn: torch.Tensor) -> list[str]:
     """Return the names of the states that fall without gradients in fp32, and not as they are kept."""
     falls: list[dict[str, float]] = []
     nothing = torch.zeros_like(drawn)
-    for start in (weight, weight.float()):
-        twin = Twin(optimizer, settings, [start])
+    for twin in (own([weight]), wide([weight.float()])):
         twin.step([drawn], _WARM)
         before = _norms(twin.states())
         twin.step([nothing], _IDLE)
         after = _norms(twin.states())
         falls.append({name: 1 - after[name] / size for name, size in before.items() if size and name in after})
-    own, wide = falls
-    return [name for name, fall in own.items() if wide.get(name, 0.0) > _DECAYS and fall < wide[name] / 3]
+    kept, in_fp32 = falls
+    return [name for name, fall in kept.items() if in_fp32.get(name, 0.0) > _DECAYS and fall < in_fp32[name] / 3]
 
 
 def _norms(states: Mapping[tuple[int, str], torch.Tensor]) -> dict[str, float]:
@@ -186,14 +194,14 @@ def _is_plain(value: torch.Tensor) -> bool:
 
 
 def _rounded(
-    optimizer: Any, settings: Settings, weight: torch.Tensor, drawn: torch.Tensor
+    own: _Make, weight: torch.Tensor, drawn: torch.Tensor
 ) -> tuple[dict[str, tuple[torch.dtype, torch.dtype]], float | None]:
     """Return the states that are others after they were saved and loaded, with their formats before and after; and how
     many bytes of state an element has.
     """
-    twin = Twin(optimizer, settings, [weight])
+    twin = own([weight])
     twin.step([drawn], _WARM)
-    other = Twin(optimizer, settings, [twin.weights[0].detach()])
+    other = own([twin.weights[0].detach()])
     other.optimizer.load_state_dict(copy.deepcopy(twin.optimizer.state_dict()))
     before, after = twin.states(), other.states()
     found = {

@@ -1,13 +1,12 @@
-"""What a checkpoint has to hold of a training whose parameters are stored, as tensors by parameters' names; put back, it
-goes on bit for bit.
-"""
+"""What a checkpoint has to hold of a training that is stored, as tensors by parameters' names; and how it goes on."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -35,6 +34,7 @@ class Resumed:
     update: int
     _loading: tuple[Mapping[str, Any], Mapping[int, Any]] | None = None
     _convert_from: str | None = None
+    _used: dict[str, tuple[Callable[[], Any], int]]
 
     def state_dict(self, gradients: bool | None = None) -> dict[str, torch.Tensor]:
         """Return all that training needs besides the model's own state_dict, as tensors in a flat dict, for torch.save,
@@ -70,6 +70,16 @@ class Resumed:
         finally:
             self._convert_from = None
 
+    def _use_gradients(self) -> None:
+        """Note that a step has used the gradients that are there."""
+        there = ((slot.name, slot.parameter.grad) for slot in self.slots)
+        self._used = {name: (ref(one), one._version) for name, one in there if one is not None}
+
+    def _is_new(self, slot: Slot) -> bool:
+        """Return whether there is a gradient that no step has used."""
+        gradient, (used, version) = slot.parameter.grad, self._used.get(slot.name, (lambda: None, 0))
+        return gradient is not None and (used() is not gradient or version != gradient._version)
+
     # -- saved
 
     def _own(self, gradients: bool | None = None) -> dict[str, torch.Tensor]:
@@ -82,7 +92,7 @@ class Resumed:
         }
         pending = [slot for slot in self.slots if slot.parameter.grad is not None]
         if gradients is None:
-            pending = [slot for slot in pending if slot.has_new_gradient()]
+            pending = [slot for slot in pending if self._is_new(slot)]
         own["gradients"] = torch.full(
             (), len(pending) if gradients is not False else 0, dtype=torch.int64, device="cpu"
         )

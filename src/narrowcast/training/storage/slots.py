@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch
 
@@ -22,8 +21,8 @@ RESTS = {FP32: "master", REMAINDER: "remainder", KAHAN: "compensation"}
 class Slot:
     """A parameter of the model that an optimizer steps. group: its number. before: its dtype before it was stored.
 
-    rest: what is kept besides this rank's part of the weight, flat. first_place: of its elements in the whole parameter;
-    places: of all, where they do not follow it. used: which gradient the last step took.
+    rest: what is kept besides this rank's part of the weight, flat. first_place: of its elements in the whole
+    parameter; places: of all, where they do not follow it.
     """
 
     name: str
@@ -35,7 +34,6 @@ class Slot:
     rest: torch.Tensor | None = None
     first_place: int = 0
     places: torch.Tensor | None = None
-    used: tuple[ReferenceType[torch.Tensor], int] | None = None
 
     @staticmethod
     def of(name: str, parameter: torch.Tensor, kept: Kept, group: int) -> Slot:
@@ -84,16 +82,6 @@ class Slot:
         self.weight.copy_(weight)
         if rest is not None:
             self.set_rest(rest)
-
-    def use_gradient(self) -> None:
-        """Note that a step has used the gradient that is there."""
-        gradient = self.parameter.grad
-        self.used = None if gradient is None else (ref(gradient), gradient._version)
-
-    def has_new_gradient(self) -> bool:
-        """Return whether there is a gradient that no step has used."""
-        gradient, (used, version) = self.parameter.grad, self.used or (lambda: None, 0)
-        return gradient is not None and (used() is not gradient or version != gradient._version)
 
     # -- states of the optimizer
 

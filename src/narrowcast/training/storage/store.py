@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MethodType
 from typing import Any
 from weakref import WeakSet
 
@@ -16,16 +14,20 @@ from narrowcast.core.policy import Policy
 from narrowcast.core.policy.storage import BF16, FP32, NEAREST, STOCHASTIC, Storage
 from narrowcast.errors import RunError
 from narrowcast.formats import parse_format
-from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, part_of, with_part
+from narrowcast.runtime.sites.python_stack import warn_here
+from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, is_sharded_tensor, part_of, with_part
 from narrowcast.runtime.torch_surface.dispatch import quietly
 from narrowcast.runtime.torch_surface.grad_scaling import innermost
 from narrowcast.runtime.torch_surface.modules import (
+    STORED,
     hooked_step,
+    note_stored,
     optimized_by,
+    step_for_schedules,
     step_without_hooks,
-    tell_schedules,
+    stored_by,
 )
-from narrowcast.training.storage.declared import STORED, declared_by, notes_on, slots_of
+from narrowcast.training.storage.declared import declared_by, notes_on, slots_of
 from narrowcast.training.storage.passes import MOMENTS, Formula, Passes, formula_of, numbers_of
 from narrowcast.training.storage.resumed import Resumed
 from narrowcast.training.storage.rounding import PLAIN
@@ -54,13 +56,19 @@ def store(model: torch.nn.Module, optimizer: Any, storage: Policy | str | Path |
     name, declared = declared_by(storage)
     inner = innermost(optimizer)
     slots = slots_of(model, inner, declared)
-    return Stored(model, inner, name, declared, slots)
+    return Stored(inner, name, declared, slots, notes_on(model, inner, slots))
 
 
 def stored_of(optimizer: Any) -> Stored | None:
     """Return what stores the parameters of an optimizer; None if nothing does."""
-    found: Stored | None = vars(innermost(optimizer)).get(STORED)
+    found: Stored | None = stored_by(innermost(optimizer))
     return found
+
+
+def slot_of(optimizer: Any, parameter: torch.Tensor) -> Slot | None:
+    """Return how a parameter of an optimizer is stored; None if it is as torch has it."""
+    stored = stored_of(optimizer)
+    return None if stored is None else stored.of_parameter.get(parameter)
 
 
 def stored_in(model: torch.nn.Module) -> list[Stored]:
@@ -75,25 +83,29 @@ class Stored(Resumed):
     storage: the declaration; update: how many steps were made. notes: what a user should know of it.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, name: str, storage: Storage, slots: list[Slot]) -> None:
+    def __init__(
+        self, optimizer: Any, name: str, storage: Storage, slots: list[Slot], notes: Sequence[str] = ()
+    ) -> None:
         self.name, self.storage, self.optimizer, self.slots = name, storage, optimizer, slots
-        self.update, self.notes = 0, notes_on(model, optimizer, slots)
-        self._of = {slot.parameter: slot for slot in slots}
+        self.update, self.notes = 0, list(notes)
+        self.of_parameter = {slot.parameter: slot for slot in slots}
         self._passes = Passes(sum(slot.weight.numel() for slot in slots))
         self._told: list[tuple[torch.Tensor, ...] | float] = []
         self._changed: set[str] = set()
+        self._used = {}
         self._is_on = True
         with quietly():
             for slot in slots:
                 _place(slot)
+                note_stored(slot.parameter, slot.way not in (PLAIN, NEAREST))
                 made = optimizer.state.get(slot.parameter, {})  # some make it before they step
                 made.update(slot.narrowed({k: v.float() if slot.is_moment(v) else v for k, v in made.items()}, None))
         self._handles = self._hear_of_state()
         self._scaling = getattr(optimizer, "_step_supports_amp_scaling", None)
         if self._scaling:
             optimizer._step_supports_amp_scaling = False
-        self._run = hooked_step(optimizer, lambda _, *given, **named: self._step(*given, **named))
-        self._placed = optimizer.step = MethodType(_step_of, optimizer)
+        self._run = hooked_step(optimizer, lambda _, *given, **named: self.step(*given, **named))
+        self._placed = optimizer.step = step_for_schedules(optimizer, _step_of)
         setattr(optimizer, STORED, self)
         _all.add(self)
 
@@ -139,6 +151,10 @@ class Stored(Resumed):
         kinds = ", ".join(f"{kind} {b / count:.3g}" for kind, (_, b) in self.sizes().items() if b)
         return f"<{self.name}: {now / count:.3g} bytes per parameter ({kinds}), {before / count:.3g} before>"
 
+    def memory(self) -> list[torch.Tensor]:
+        """Return the tensors that a step writes to besides weights and the optimizer's states."""
+        return [slot.rest for slot in self.slots if slot.rest is not None]
+
     def undo(self) -> None:
         """Give the optimizer its own step back, and the weights their formats: that of before, or fp32 where more
         digits are stored than it holds; sharded weights stay in theirs. States follow their weights.
@@ -148,6 +164,7 @@ class Stored(Resumed):
         self._is_on = False
         with quietly():
             for slot in self.slots:
+                note_stored(slot.parameter, False)
                 wide, states = slot.wide(), slot.widened(dict(self.optimizer.state.get(slot.parameter, {})))
                 if not is_sharded_tensor(slot.parameter):
                     dtype = torch.float32 if slot.rest is not None else slot.before
@@ -170,12 +187,13 @@ class Stored(Resumed):
 
     # -- a step
 
-    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the optimizer, without the hooks that its own method runs."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        new = next((one for one in optimized_by(self.optimizer) if one not in self._of), None)
+        new = next((one for one in optimized_by(self.optimizer) if one not in self.of_parameter), None)
         if new is not None:
             advice = "Call undo() before add_param_group, and nc.store with a new optimizer after it."
             raise RunError("a step", f"a parameter of shape {tuple(new.shape)} was added later", advice=advice)
@@ -186,8 +204,7 @@ class Stored(Resumed):
             self.update += 1
             told = self._lend(lent, loss, closure is not None)
             told += self._pass(own)
-            for slot in self.slots:
-                slot.use_gradient()
+            self._use_gradients()
         self._told.append(tuple(told) if told else 0.0)
         if len(self._told) > _PENDING and isinstance(self._told[-_PENDING], tuple):
             self.lost  # noqa: B018  reads what waits
@@ -250,7 +267,7 @@ class Stored(Resumed):
         for slot in slots:
             lent[slot.parameter] = slot.parameter if slot.way == PLAIN else self._copy_of(slot)
         before = [(group, group["params"]) for group in optimizer.param_groups]
-        own = {one: optimizer.state.pop(one) for one in self._of if one in optimizer.state}
+        own = {one: optimizer.state.pop(one) for one in self.of_parameter if one in optimizer.state}
         takes_closure = is_given and "closure" in inspect.signature(type(optimizer).step).parameters
         try:
             for group, parameters in before:
@@ -279,9 +296,7 @@ class Stored(Resumed):
         copied.__dict__.update(slot.parameter.__dict__)
         gradient = slot.parameter.grad
         if gradient is not None:
-            copied.grad = (
-                gradient.float() if not is_sharded_tensor(gradient) else with_part(gradient, part_of(gradient).float())
-            )
+            copied.grad = gradient.float()
         return copied
 
     def _store(self, slot: Slot, stepped: torch.Tensor, own: dict[Any, Any]) -> list[torch.Tensor]:
@@ -306,7 +321,7 @@ class Stored(Resumed):
             self._changed.add(slot.name)
             text = f"{int(count)} elements of {slot.name} were written since the last step, not by the optimizer: "
             self.notes.append(text + "its master follows them.")
-            warnings.warn(f"nc.store: {self.notes[-1]}", UserWarning, stacklevel=2)
+            warn_here(f"nc.store: {self.notes[-1]}")
 
     def _names_of(self, formula: Formula) -> tuple[str, ...]:
         return MOMENTS[type(self.optimizer)] if formula.is_adam or formula.momentum else ()
@@ -332,7 +347,6 @@ def _step_of(optimizer: Any, *given: Any, **named: Any) -> Any:
     stored = stored_of(optimizer)
     if stored is None:
         return type(optimizer).step(optimizer, *given, **named)
-    tell_schedules(optimizer)
     return stored._run(optimizer, *given, **named)
 
 

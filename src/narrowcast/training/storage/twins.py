@@ -11,6 +11,8 @@ import torch
 
 from narrowcast.runtime.torch_bridge import evenly_spaced, values_of
 from narrowcast.runtime.torch_surface.modules import step_without_hooks
+from narrowcast.training.storage.slots import Slot
+from narrowcast.training.storage.store import Stored, stored_of
 
 _SIDE, _MOST = 32, 1024
 """How many places of each dimension are taken of a parameter, and elements of a vector."""
@@ -37,11 +39,13 @@ def part_of_parameter(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class Twin:
-    """Copies of weights, and an optimizer over them. Raises what its class raises where it takes other arguments than
-    its groups' settings, and where a step needs a closure.
+    """Copies of weights, and an optimizer over them; stored as a parameter is, if that is given. Raises what its class
+    raises where it takes other arguments than its groups' settings, and where a step needs a closure.
     """
 
-    def __init__(self, optimizer: Any, settings: Settings, weights: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, optimizer: Any, settings: Settings, weights: Sequence[torch.Tensor], as_stored: Slot | None = None
+    ) -> None:
         self.weights = [torch.nn.Parameter(weight.clone()) for weight in weights]
         parameters = list(inspect.signature(type(optimizer).__init__).parameters.values())[2:]  # after self, parameters
         is_open = any(one.kind is one.VAR_KEYWORD for one in parameters)
@@ -51,12 +55,16 @@ class Twin:
         group = {name: value for name, value in settings.items() if name in accepted}
         self.optimizer = type(optimizer)([{**group, "params": self.weights}], **given)
         self._step = step_without_hooks(self.optimizer)
+        stored = stored_of(optimizer)
+        if stored is not None and as_stored is not None:
+            slots = [Slot.of(f"{n}", weight, as_stored.kept, 0) for n, weight in enumerate(self.weights)]
+            self._step = Stored(self.optimizer, stored.name, stored.storage, slots).step
 
     def step(self, gradients: Sequence[torch.Tensor], times: int = 1) -> None:
         """Step with these gradients, in the dtype of the weights."""
         for _ in range(times):
             for weight, gradient in zip(self.weights, gradients, strict=True):
-                weight.grad = gradient.to(weight.dtype).clone()
+                weight.grad = gradient.to(weight.grad_dtype or weight.dtype).clone()
             with torch.enable_grad():  # which steps switch off themselves
                 self._step()
 
