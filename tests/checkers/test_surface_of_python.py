@@ -38,6 +38,7 @@ NAMES = [
     "repair",
     "check_training",
     "check_storage",
+    "store",
     "Scaler",
     "Case",
     "load",

@@ -162,12 +162,12 @@ class Resumed:
         asked = "load_state_dict of what is stored"
         was = bytes(saved["name"].tolist()).decode().rstrip() if "name" in saved else PLAIN_TORCH
         digest = bytes(saved["digest"].tolist()).hex() if "digest" in saved else ""
-        if digest != self.storage.digest and self._convert_from != was:
+        if self._convert_from is not None and self._convert_from != was:
+            raise RunError(asked, f"it was stored as {was!r}", advice=f"Write convert_from={was!r}.")
+        if digest != self.storage.digest and self._convert_from is None:
             found = f"it was stored as {was!r}, by another declaration than {self.name!r}"
             advice = f"Store with that one; or convert: stored.load_state_dict(saved, convert_from={was!r})."
             raise RunError(asked, found, advice=advice)
-        if self._convert_from is not None and self._convert_from != was:
-            raise RunError(asked, f"it was stored as {was!r}", advice=f"Write convert_from={was!r}.")
         for slot in self.slots:
             kinds = [kind for kind in RESTS.values() if f"{slot.name}/{kind}" in saved]
             wanted = [] if slot.rest is None else [RESTS[slot.way]]

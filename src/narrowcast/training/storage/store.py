@@ -160,7 +160,7 @@ class Stored(Resumed):
         digits are stored than it holds; sharded weights stay in theirs. States follow their weights.
         """
         if not self._is_on:
-            raise RunError("undo()", "it is undone already", advice="Call nc.store again to store it anew.")
+            raise RunError("undo()", "it is undone already", advice="Call nc.store again to store it.")
         self._is_on = False
         with quietly():
             for slot in self.slots:
