@@ -252,7 +252,8 @@ class Resumed:
                 shape = slot.weight.shape if slot is not None and whole else size
                 empty = torch.zeros(shape, dtype=dtype, device="cpu" if slot is None else slot.weight.device)
                 target[name] = with_part(slot.parameter.detach(), empty) if slot is not None and whole else empty
-        dcp.load(target, checkpoint_id=path)
+        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        dcp.load(target, checkpoint_id=path, no_dist=alone)
         return {name.removeprefix(prefix): value for name, value in target.items()}
 
 
