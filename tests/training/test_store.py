@@ -462,7 +462,10 @@ class TestAround:
         with nc.record() as ledger, nc.autocast("cpu", torch.bfloat16):
             model(X.bfloat16())
         assert not ledger.casts
-        assert "weights in a low format" not in [advice.kind for advice in ledger.advice]
+        assert not ledger.advice
+        explained = nc.explain(model, X.bfloat16())
+        assert explained.stored["weight"] == (2 * explained.stored["master"][1], explained.stored["master"][1])
+        assert not {"weights in a low format", "no casts"} & {advice.kind for advice in explained.ledger.advice}
 
     def test_copies_are_plain(self):
         model, optimizer, _ = made(FORMS["remainder"])

@@ -50,6 +50,7 @@ from narrowcast.runtime.torch_bridge import FORMATS
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.dispatch import storage_key
+from narrowcast.runtime.torch_surface.modules import bytes_stored, is_stored_low
 
 
 def explain(
@@ -130,6 +131,9 @@ def explain(
             timed = capture(trial.model, (trial.args, trial.kwargs), under=opened, times=is_timed)
     if run and found.failure is None:
         found = _compared(found, trial, opened)
+    for advice in [*found.ledger.advice] if is_stored_low(trial.model) else ():
+        if advice.kind in ("weights in a low format", "no casts"):
+            del found.ledger.advice[advice]  # of copies of weights that are kept in more digits
     is_low = any(low in kind.computes.split(",") for kind in found.ledger.calls)
     return replace(
         found,
@@ -138,6 +142,7 @@ def explain(
         rules=rule_rows(chosen.rules, found.ledger),
         timed=timed,
         gradients=torch.is_grad_enabled(),
+        stored=bytes_stored(trial.model),
     )
 
 

@@ -26,7 +26,7 @@ from narrowcast.runtime.sites.python_stack import find_site, loop_line
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts
 from narrowcast.runtime.torch_surface.autograd import current_autograd_node, current_graph_task
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, op_name, overload_name, without_functions
-from narrowcast.runtime.torch_surface.modules import is_stored, optimized_by, told_of_optimizer_steps
+from narrowcast.runtime.torch_surface.modules import loses_nothing, optimized_by, told_of_optimizer_steps
 from narrowcast.runtime.torch_surface.state import is_enabled
 
 
@@ -44,6 +44,7 @@ class Adviser:
         self._tasks: set[int] = set()
         self._stepping = False
         self._converted: dict[torch.dtype, Advice] = {}
+        self._has_stored = False
         self._trained: set[torch.dtype] = set()  # formats of what optimizers step
         self._low_results: dict[int, tuple[weakref.ref[torch.Tensor], str, Site]] = {}
         self._on_at_start = bool(ruled_device_types())
@@ -136,6 +137,8 @@ class Adviser:
         if self._trained and self._trained.isdisjoint(LOW):  # low weights are copies of those
             for advice in self._converted.values():
                 self.advice.pop(advice, None)
+        if self._has_stored:
+            return
         cast_on = {seen.region.device for seen in self._regions.values() if seen.casts}  # a block of few ops needs none
         for seen in self._regions.values():
             is_idle = seen.calls and not seen.casts and seen.region.device not in cast_on
@@ -238,7 +241,9 @@ class Adviser:
             self._sites[site] = None
         for tensor in tensors:
             is_weight = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
-            if tensor.dtype in LOW and is_weight and not is_stored(tensor):
+            if tensor.dtype in LOW and is_weight and loses_nothing(tensor):
+                self._has_stored = True
+            elif tensor.dtype in LOW and is_weight:
                 known = self._converted.get(tensor.dtype)
                 if known is not None:
                     self.advice[known] += 1

@@ -65,6 +65,8 @@ def explanation_document(result: Explanation) -> Document:
     page.todos = _todos(result)
     page.tables = [*_comparison_tables(comparison, listed), *ledgers.ledger_tables(ledger, listed, result.rules)]
     page.tables += _graph_tables(result)
+    stored = [[kind, before, now] for kind, (before, now) in result.stored.items()]
+    page.tables += table("stored", "What training keeps, in bytes", "kind, before:bytes, now:bytes", stored)
     # Those of the backward are in no ledger: it is written before there is a backward.
     casts = [edge for edge in graph.edges if graph.nodes[edge.end].direction != "forward"]
     page.tables += edge_cast_table("backward casts", "Each cast of the backward, after the passes", graph, casts)

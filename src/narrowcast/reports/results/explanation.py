@@ -145,7 +145,8 @@ class Explanation(Result):
     graphs (of eager code, where nothing was captured), and `differences` are calls that eager code decides otherwise:
     none, unless there is a fault. flow: what flows between the calls of eager code, if it ran on fake tensors. rules:
     what each rule of the policy's own matched. failure: what raised; the explanation is then of what ran before. timed:
-    a run whose calls were timed, if that was asked for. gradients: whether they were on.
+    a run whose calls were timed, if that was asked for. gradients: whether they were on. stored: bytes of what
+    `nc.store` keeps of the model, before and now, by kind.
     """
 
     WHAT: ClassVar[str] = "an explanation"
@@ -168,6 +169,7 @@ class Explanation(Result):
     failure: Failure | None = None
     timed: Run | None = field(default=None, compare=False)
     gradients: bool = True
+    stored: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def graph_rows(self) -> list[GraphRow]:
         """Return one line per captured graph: calls, casts, what the passes did, why it ends; empty for eager code."""

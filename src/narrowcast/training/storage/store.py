@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
@@ -32,8 +31,6 @@ from narrowcast.training.storage.passes import MOMENTS, Formula, Passes, formula
 from narrowcast.training.storage.resumed import Resumed
 from narrowcast.training.storage.rounding import PLAIN
 from narrowcast.training.storage.slots import Slot
-
-_all: WeakSet[Stored] = WeakSet()
 
 
 def store(model: torch.nn.Module, optimizer: Any, storage: Policy | str | Path | Mapping[str, Any]) -> Stored:
@@ -71,12 +68,6 @@ def slot_of(optimizer: Any, parameter: torch.Tensor) -> Slot | None:
     return None if stored is None else stored.of_parameter.get(parameter)
 
 
-def stored_in(model: torch.nn.Module) -> list[Stored]:
-    """Return what stores parameters of a model."""
-    own = {id(parameter) for parameter in model.parameters()}
-    return [one for one in list(_all) if any(id(slot.parameter) in own for slot in one.slots)]
-
-
 class Stored(Resumed):
     """Parameters that are kept in declared formats between the steps of their optimizer.
 
@@ -97,7 +88,7 @@ class Stored(Resumed):
         with quietly():
             for slot in slots:
                 _place(slot)
-                note_stored(slot.parameter, slot.way not in (PLAIN, NEAREST))
+                note_stored(slot.parameter, self)
                 made = optimizer.state.get(slot.parameter, {})  # some make it before they step
                 made.update(slot.narrowed({k: v.float() if slot.is_moment(v) else v for k, v in made.items()}, None))
         self._handles = self._hear_of_state()
@@ -107,7 +98,6 @@ class Stored(Resumed):
         self._run = hooked_step(optimizer, lambda _, *given, **named: self.step(*given, **named))
         self._placed = optimizer.step = step_for_schedules(optimizer, _step_of)
         setattr(optimizer, STORED, self)
-        _all.add(self)
 
     # -- what is asked
 
@@ -151,6 +141,10 @@ class Stored(Resumed):
         kinds = ", ".join(f"{kind} {b / count:.3g}" for kind, (_, b) in self.sizes().items() if b)
         return f"<{self.name}: {now / count:.3g} bytes per parameter ({kinds}), {before / count:.3g} before>"
 
+    def loses_nothing(self, parameter: torch.Tensor) -> bool:
+        """Return whether no update of a parameter that it stores is lost in rounding."""
+        return self.of_parameter[parameter].way != NEAREST
+
     def memory(self) -> list[torch.Tensor]:
         """Return the tensors that a step writes to besides weights and the optimizer's states."""
         return [slot.rest for slot in self.slots if slot.rest is not None]
@@ -164,7 +158,7 @@ class Stored(Resumed):
         self._is_on = False
         with quietly():
             for slot in self.slots:
-                note_stored(slot.parameter, False)
+                note_stored(slot.parameter, None)
                 wide, states = slot.wide(), slot.widened(dict(self.optimizer.state.get(slot.parameter, {})))
                 if not is_sharded_tensor(slot.parameter):
                     dtype = torch.float32 if slot.rest is not None else slot.before
@@ -183,7 +177,6 @@ class Stored(Resumed):
         ):  # else a schedule has wrapped it, and it passes calls on
             del self.optimizer.step
         delattr(self.optimizer, STORED)
-        _all.discard(self)
 
     # -- a step
 
