@@ -112,7 +112,7 @@ def update(elements: int) -> str:
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3, **kinds.get(name, {}))
         kept.append(nc.store(model, optimizer, declared) if declared is not None else model)
         for one in model.parameters():
-            one.grad = torch.randn_like(one)
+            one.grad = torch.randn_like(one, dtype=one.grad_dtype)
         start = time.perf_counter()
         optimizer.step()
         first[name], steps[name] = time.perf_counter() - start, optimizer.step

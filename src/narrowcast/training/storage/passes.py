@@ -143,6 +143,7 @@ class Passes:
     def __init__(self, elements: int) -> None:
         self._compiles = elements >= _PAYS
         self.notes: list[str] = []
+        self._last: tuple[Any, ...] = (None, None, None)
 
     def run(
         self, formula: Formula, way: str, weight: torch.Tensor, rest: torch.Tensor | None, gradient: torch.Tensor,
@@ -150,7 +151,9 @@ class Passes:
     ) -> list[torch.Tensor]:  # fmt: skip
         """Step one parameter; see `_pass`. rest, places: flat, the latter of its elements if they are not in order."""
         laid = [one.contiguous().view(-1) for one in (weight, gradient, *moments)]
-        n = torch.tensor(numbers, dtype=torch.float32, device=weight.device)
+        if (numbers, weight.device) != self._last[:2]:  # those of a group are the same for all its parameters
+            self._last = numbers, weight.device, torch.tensor(numbers, dtype=torch.float32, device=weight.device)
+        n = self._last[2]
         told = self._run(formula, way, laid, rest, places, key, n)
         for given, flat in zip((weight, *moments), (laid[0], *laid[2:]), strict=True):
             if not given.is_contiguous():
@@ -166,7 +169,7 @@ class Passes:
         if self._compiles and is_simple and weight.device.type == "cpu":
             function = self._compile(_in_cpp, formula, way, tuple(one.dtype for one in laid[:3]))
             if function is not None:
-                found = torch.zeros(2, dtype=torch.int64, device="cpu")
+                found = torch.zeros(2 if way in (NEAREST, FP32) else 0, dtype=torch.int64, device="cpu")
                 first, second, *_ = [*(one.data_ptr() for one in moments), 0, 0]
                 beside, at = (0 if one is None else one.data_ptr() for one in (rest, places))
                 given = weight.data_ptr(), beside, gradient.data_ptr(), first, second, at, key
@@ -175,8 +178,9 @@ class Passes:
         told: list[torch.Tensor] = []
         whole = self._compiles and is_simple and weight.device.type != "cpu"
         step = (self._compile(_compiled, formula, way) if whole else None) or partial(_pass, formula, way)
-        for start in range(0, weight.numel(), weight.numel() if whole else _AT_ONCE):
-            part = slice(start, min(weight.numel(), start + (weight.numel() if whole else _AT_ONCE)))
+        length = max(1, weight.numel()) if whole else _AT_ONCE
+        for start in range(0, weight.numel(), length):
+            part = slice(start, min(weight.numel(), start + length))
             order = torch.arange(part.start, part.stop, dtype=torch.int32, device=weight.device)
             keyed = numbered(order if places is None else places[part]) + key
             own = [one[part] for one in laid]

@@ -13,7 +13,7 @@ from narrowcast.core.policy.storage import FP32, KAHAN, NONE, REMAINDER, STOCHAS
 
 PLAIN = "plain"
 _LOW_HALF, _HALF, _NAN = 0xFFFF, 0x8000, 0x7FC00000
-_SPREAD = 0x9E3779B1 - 2**32, 0x21F0AAAD, 0xD35A2D97 - 2**32
+SPREAD = 0x9E3779B1 - 2**32, 0x21F0AAAD, 0xD35A2D97 - 2**32
 """Odd numbers by which a hash multiplies: 2**32 over the golden ratio, and two of the best of "hash-prospector"
 (Wellons, 2018).
 """
@@ -91,7 +91,7 @@ def key_of(seed: int, update: int, name: str) -> int:
 
 def numbered(places: torch.Tensor) -> torch.Tensor:
     """Return numbers of elements in their whole parameter (int32) as `words` takes them, without the key."""
-    return places * _SPREAD[0]
+    return places * SPREAD[0]
 
 
 def words(keyed: torch.Tensor, salt: int = 0) -> torch.Tensor:
@@ -101,5 +101,5 @@ def words(keyed: torch.Tensor, salt: int = 0) -> torch.Tensor:
     """
     spread = keyed
     for number in range(2 + salt):  # a logical shift by 15, of a signed number
-        spread = (spread ^ ((spread >> 15) & 0x1FFFF)) * _SPREAD[1 + number % 2]
+        spread = (spread ^ ((spread >> 15) & 0x1FFFF)) * SPREAD[1 + number % 2]
     return (spread >> 16) & _LOW_HALF

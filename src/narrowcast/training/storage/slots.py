@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from narrowcast.core.policy.storage import BF16, EIGHT_BITS, FP32, KAHAN, REMAINDER, STOCHASTIC, Kept
 from narrowcast.errors import RunError
-from narrowcast.runtime.torch_bridge import offsets_of, part_of, with_part
-from narrowcast.training.storage.rounding import PLAIN, joined, key_of, numbered, parted, rounded_state, way_of, words
+from narrowcast.formats import parse_format
+from narrowcast.runtime.torch_bridge import DTYPES, offsets_of, part_of, with_part
+from narrowcast.training.storage.rounding import (
+    PLAIN,
+    SPREAD,
+    joined,
+    key_of,
+    numbered,
+    parted,
+    rounded_state,
+    way_of,
+    words,
+)
 
 RESTS = {FP32: "master", REMAINDER: "remainder", KAHAN: "compensation"}
 """What is kept besides a weight, by the way it is kept."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Slot:
     """A parameter of the model that an optimizer steps. group: its number. before: its dtype before it was stored.
 
@@ -43,6 +55,21 @@ class Slot:
             slot.first_place, slot.places = _places_of(name, parameter)
         return slot
 
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weight."""
+        return DTYPES[parse_format(str(self.kept.weight))]
+
+    @cached_property
+    def dtype_of_gradient(self) -> torch.dtype:
+        """The dtype that gradients are added up in."""
+        return DTYPES[parse_format(self.kept.gradient or str(self.kept.weight))]
+
+    @cached_property
+    def dtype_of_moments(self) -> torch.dtype | None:
+        """The dtype of moments; None of those that a library keeps in blocks."""
+        return None if self.kept.moments == EIGHT_BITS else DTYPES[parse_format(self.kept.moments)]
+
     @property
     def weight(self) -> torch.Tensor:
         """This rank's part of the weight, as the model has it."""
@@ -65,7 +92,7 @@ class Slot:
 
     def key(self, seed: int, update: int) -> int:
         """Return what is added to the numbers of all elements, for random words of an update; it wraps."""
-        place = 0 if self.places is not None else int(numbered(torch.full((), self.first_place, dtype=torch.int32)))
+        place = 0 if self.places is not None else self.first_place * SPREAD[0]
         return (key_of(seed, update, self.name) + place + 2**31) % 2**32 - 2**31
 
     def keyed(self, seed: int, update: int) -> torch.Tensor:

@@ -109,6 +109,5 @@ extern "C" void step(int64_t count, WEIGHT* weight, void* beside, const GRADIENT
     moved += told.moved;
     kept += told.kept;
   }
-  told[0] = moved;
-  told[1] = kept;
+  if (told) told[0] = moved, told[1] = kept;
 }

@@ -12,9 +12,8 @@ import torch
 from narrowcast.core.policy import Policy
 from narrowcast.core.policy.storage import BF16, FP32, NEAREST, STOCHASTIC, Storage
 from narrowcast.errors import RunError
-from narrowcast.formats import parse_format
 from narrowcast.runtime.sites.python_stack import warn_here
-from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, is_sharded_tensor, part_of, with_part
+from narrowcast.runtime.torch_bridge import FORMATS, is_sharded_tensor, part_of, with_part
 from narrowcast.runtime.torch_surface.dispatch import quietly
 from narrowcast.runtime.torch_surface.grad_scaling import innermost
 from narrowcast.runtime.torch_surface.modules import (
@@ -124,7 +123,7 @@ class Stored(Resumed):
         sizes = dict.fromkeys(("weight", "master", "gradient", "moments"), (0, 0))
         for slot in self.slots:
             count, before = slot.weight.numel(), slot.before.itemsize
-            gradient = _dtype_of_gradient(slot).itemsize if slot.parameter.requires_grad else 0
+            gradient = slot.dtype_of_gradient.itemsize if slot.parameter.requires_grad else 0
             moments = self._moments_of(slot)
             rows = {
                 "weight": (before, slot.weight.element_size()),
@@ -192,7 +191,8 @@ class Stored(Resumed):
             raise RunError("a step", f"a parameter of shape {tuple(new.shape)} was added later", advice=advice)
         with quietly():
             own = list(self._own_slots())
-            lent = [slot for slot in self.slots if not any(slot is one for one, _, _ in own)]
+            stepped = {id(slot) for slot, _, _ in own}
+            lent = [slot for slot in self.slots if id(slot) not in stepped]
             self._check_formats()
             self.update += 1
             told = self._lend(lent, loss, closure is not None)
@@ -205,7 +205,7 @@ class Stored(Resumed):
 
     def _check_formats(self) -> None:
         for slot in self.slots:
-            if slot.parameter.dtype is not DTYPES[parse_format(str(slot.kept.weight))]:
+            if slot.parameter.dtype is not slot.dtype:
                 found = f"it is stored in {slot.kept.weight}, and is in {FORMATS.get(slot.parameter.dtype)} now"
                 raise RunError(f"a step of {slot.name}", found, advice="Call undo() before the model is converted.")
 
@@ -215,9 +215,8 @@ class Stored(Resumed):
         for slot in self.slots:
             formula, gradient = formulas[slot.group], slot.parameter.grad
             is_plain = slot.way == PLAIN and slot.kept.moments == FP32
-            if formula is None or is_plain or gradient is None or gradient.is_sparse:
-                continue
-            if slot.kept.moments not in (FP32, BF16):
+            is_of_others = gradient is None or gradient.is_sparse or slot.dtype_of_moments is None
+            if formula is None or is_plain or is_of_others:
                 continue
             state = self.optimizer.state[slot.parameter]
             if formula.is_adam:
@@ -230,11 +229,11 @@ class Stored(Resumed):
         """Step parameters in passes over what is stored."""
         told: list[torch.Tensor] = []
         for slot, formula, step in own:
-            state, dtype = self.optimizer.state[slot.parameter], DTYPES[parse_format(slot.kept.moments)]
+            state = self.optimizer.state[slot.parameter]
             names = self._names_of(formula)
             for name in names:
                 if state.get(name) is None:
-                    state[name] = torch.zeros_like(slot.parameter.detach(), dtype=dtype)
+                    state[name] = torch.zeros_like(slot.parameter.detach(), dtype=slot.dtype_of_moments)
             if formula.is_adam:
                 state["step"] += 1
             numbers = numbers_of(formula, self.optimizer.param_groups[slot.group], step)
@@ -361,12 +360,12 @@ def _once(loss: Any) -> Callable[[], Any]:
 
 def _place(slot: Slot) -> None:
     """Give a parameter its format, and keep what completes it."""
-    dtype, parameter = DTYPES[parse_format(str(slot.kept.weight))], slot.parameter
+    dtype, parameter = slot.dtype, slot.parameter
     wide = slot.weight.float()
     if parameter.dtype is not dtype:
-        _convert(parameter, torch.empty_like(slot.weight, dtype=dtype), _dtype_of_gradient(slot))
-    elif _dtype_of_gradient(slot) is not dtype:
-        _convert(parameter, parameter.data, _dtype_of_gradient(slot))
+        _convert(parameter, torch.empty_like(slot.weight, dtype=dtype), slot.dtype_of_gradient)
+    elif slot.dtype_of_gradient is not dtype:
+        _convert(parameter, parameter.data, slot.dtype_of_gradient)
     if slot.way != PLAIN:
         slot.put(wide, None)
 
@@ -379,7 +378,3 @@ def _convert(parameter: torch.Tensor, data: torch.Tensor, gradient: torch.dtype)
         parameter.grad_dtype = gradient
     if there is not None:
         parameter.grad = there.to(gradient)
-
-
-def _dtype_of_gradient(slot: Slot) -> torch.dtype:
-    return DTYPES[parse_format(slot.kept.gradient or str(slot.kept.weight))]
