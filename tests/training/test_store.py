@@ -15,7 +15,7 @@ from narrowcast.core.policy.storage import Storage
 from narrowcast.errors import PolicyError, RunError
 from narrowcast.runtime.torch_surface.dynamo import missing_cpp_compiler
 from narrowcast.training.storage.passes import Formula, Passes
-from narrowcast.training.storage.rounding import PLAIN, joined, key_of, numbered, parted, words
+from narrowcast.training.storage.rounding import PLAIN, joined, key_of, numbered, parted, sum_of_bits, words
 
 BF16 = {"weight": "bf16"}
 FORMS = {
@@ -183,6 +183,9 @@ class TestBits:
             passes = Passes(elements)
             told = passes.run(formula, way, weight, rest, gradient, moments, None, 77, numbers)
             assert bool(passes.notes) == bool(elements and missing_cpp_compiler(None))
+            if way in ("remainder", "kahan"):  # sums of bits, which a NaN may have many of
+                assert told.pop() == sum_of_bits(weight)
+                told.clear()
             found.append([one for one in (weight, rest, *moments, *told) if one is not None])
         for eager, compiled in zip(*found, strict=True):
             assert torch.equal(eager.nan_to_num(7.0), compiled.nan_to_num(7.0))
@@ -229,7 +232,7 @@ class TestOptimizers:
         with pytest.raises(OSError, match="in the middle"):
             optimizer.step()
         after = state(model, stored)
-        assert all(torch.equal(before[k], after[k]) for k in before if "state" not in k and k != "update")
+        assert all(torch.equal(before[k], after[k]) for k in before if "state" not in k)
         assert optimizer.param_groups[0]["params"] == list(model.parameters())
 
     def test_schedules_closures_hooks_and_clips_work(self):
@@ -349,7 +352,7 @@ class TestCheckpoints:
             with pytest.raises(RunError, match="by another declaration"):
                 again.load_state_dict(saved)
             assert same(before, state(other, again))
-        again.load_state_dict(stored.state_dict(), convert_from="storage")
+        again.load_state_dict(stored.state_dict(), convert_from=stored.full_name)
         for name, exact in again.weights().items():
             torch.testing.assert_close(exact, stored.weights()[name], rtol=2.0**-16, atol=0)
 
@@ -375,12 +378,12 @@ class TestCheckpoints:
         for change, found in (
             ({"0.weight/remainder": torch.zeros(3)}, r"remainder of 0.weight has shape \(3,\)"),
             ({"0.weight/state/exp_avg": torch.zeros(3)}, r"exp_avg of 0.weight has shape"),
-            ({"gradients": torch.tensor(9)}, "9 gradients were saved"),
+            ({"gradients": torch.tensor(9)}, "9 gradients of an accumulation were saved"),
         ):
             with pytest.raises(RunError, match=found):
                 again.load_state_dict(saved | change)
         lacking = {name: value for name, value in saved.items() if name != "3.bias/remainder"}
-        with pytest.raises(RunError, match=r"no remainder of 3\.bias"):
+        with pytest.raises(RunError, match=r"3\.bias has nothing beside it, not remainder"):
             again.load_state_dict(lacking)
         assert same(before, state(other, again))
 

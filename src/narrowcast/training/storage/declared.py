@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 
 from narrowcast.core.policy import as_policy
-from narrowcast.core.policy.storage import FP32, Kept, Storage
+from narrowcast.core.policy.storage import EIGHT_BITS, FP32, Kept, Storage, StorageRule
 from narrowcast.errors import RunError
 from narrowcast.formats import parse_format
 from narrowcast.output.words import and_more, counted
@@ -17,6 +19,7 @@ from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, LOW, is_sharded_ten
 from narrowcast.runtime.torch_surface.modules import (
     formats_of_wrapper,
     has_schedule,
+    holder_of,
     is_sharded,
     optimized_by,
     stored_by,
@@ -29,6 +32,9 @@ def declared_by(storage: Any) -> tuple[str, Storage]:
     """Return a declaration and its policy's name; RunError for a policy without one."""
     if isinstance(storage, Mapping):
         return "storage", Storage.of(storage)
+    if storage is None:
+        advice = 'Give a policy with a [storage] section, its file, or a dict: {"weight": "bf16"}, for example.'
+        raise RunError("store(..., None)", "nothing is declared", advice=advice)
     policy = as_policy(storage)
     if policy.storage is None:
         advice = 'Write [storage] with weight = "bf16", for example, into its file.'
@@ -36,23 +42,29 @@ def declared_by(storage: Any) -> tuple[str, Storage]:
     return policy.name, policy.storage
 
 
-def slots_of(model: torch.nn.Module, optimizer: Any, declared: Storage) -> list[Slot]:
-    """Return what is to be stored; RunError for what cannot be."""
+def slots_of(model: torch.nn.Module, optimizer: Any, declared: Storage) -> tuple[list[Slot], list[StorageRule]]:
+    """Return what is to be stored, and rules that match nothing; RunError for what cannot be stored."""
     asked = f"store({type(model).__name__}, {type(optimizer).__name__})"
     _check_optimizer(asked, model, optimizer)
+    if any(isinstance(one, UninitializedParameter) for one in model.parameters()):
+        raise RunError(asked, "it has lazy layers that were never called", advice="Call the model once before.")
     wrapper = model if isinstance(model, torch.nn.parallel.DistributedDataParallel) else None
     names, classes = _names(model if wrapper is None else wrapper.module)
     slots: dict[int, Slot] = {}
+    unmatched = [*declared.rules]
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             name = names.get(id(parameter))
             if name is None:
                 found = f"a parameter of group {number}, of shape {tuple(parameter.shape)}, is none of the model's"
                 raise RunError(asked, found, advice="Give the model whose parameters() the optimizer was made of.")
+            if holder_of(parameter) is not None:
+                raise RunError(asked, f"{name} is stored already, of another optimizer", advice="Call its undo().")
             if id(parameter) in slots:
                 found = f"{name} is in groups {slots[id(parameter)].group} and {number}"
                 raise RunError(asked, found, advice="Put each parameter into one group.")
             kept = declared.of_parameter(name, classes[id(parameter)], number)
+            unmatched = [rule for rule in unmatched if not rule.is_about(name, classes[id(parameter)], number)]
             own = FORMATS.get(parameter.dtype)
             if own is None or (parameter.dtype not in LOW and own.name != FP32):
                 raise RunError(
@@ -61,7 +73,7 @@ def slots_of(model: torch.nn.Module, optimizer: Any, declared: Storage) -> list[
             kept = kept.checked(kept.weight or own.name, name)
             _check_parameter(asked, name, parameter, kept, wrapper is not None)
             slots[id(parameter)] = Slot.of(name, parameter, kept, number)
-    return list(slots.values())
+    return list(slots.values()), unmatched
 
 
 def _check_optimizer(asked: str, model: Any, optimizer: Any) -> None:
@@ -74,7 +86,8 @@ def _check_optimizer(asked: str, model: Any, optimizer: Any) -> None:
     if stored_by(optimizer) is not None:
         raise RunError(asked, "its parameters are stored already", advice="Call undo() of what nc.store returned.")
     if any(float(one.get("step", 1)) for one in map(optimizer.state.get, optimized_by(optimizer)) if one):
-        advice = "Call nc.store before the first step, or before load_state_dict, with a new optimizer."
+        advice = "Call nc.store with a new optimizer, and then load this one's: "
+        advice += 'stored.load_state_dict(optimizer.state_dict(), convert_from="torch").'
         raise RunError(asked, "it has stepped: its state is made of other formats", advice=advice)
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
@@ -98,6 +111,9 @@ def _names(model: torch.nn.Module) -> tuple[dict[int, str], dict[int, tuple[str,
 def _check_parameter(asked: str, name: str, parameter: torch.Tensor, kept: Kept, is_in_ddp: bool) -> None:
     weight = DTYPES[parse_format(str(kept.weight))]
     gradient = weight if kept.gradient is None else DTYPES[parse_format(kept.gradient)]
+    if kept.moments == EIGHT_BITS and find_spec("torchao") is None:
+        advice = 'pip install torchao, or write moments = "bf16".'
+        raise RunError(f'{asked}: moments = "8bit"', "torchao, which has them, is not installed", advice=advice)
     if is_in_ddp and weight is not parameter.dtype:
         found = f"DistributedDataParallel has made its buckets for {name} in {FORMATS[parameter.dtype]}"
         raise RunError(asked, found, advice="Call nc.store(model, optimizer, ...) before the model is wrapped.")
@@ -115,19 +131,23 @@ def _check_parameter(asked: str, name: str, parameter: torch.Tensor, kept: Kept,
         raise RunError(asked, found, advice=advice)
 
 
-def notes_on(model: torch.nn.Module, optimizer: Any, slots: list[Slot]) -> list[str]:
+def notes_on(model: torch.nn.Module, optimizer: Any, slots: list[Slot], unmatched: list[StorageRule]) -> list[str]:
     """Return what a user should know of what is stored so."""
     notes, own = [], {id(slot.parameter) for slot in slots}
     left = [name for name, one in model.named_parameters() if id(one) not in own]
     if left:
         notes.append(f"Of no group, and as before: {left[0]}{and_more(len(left) - 1, 'parameter')}.")
+    sharded = any(is_sharded_tensor(slot.parameter) for slot in slots)
     reduced = {formats_of_wrapper(one).get("reduce_dtype") for one in model.modules() if is_sharded(one)} - {None}
     for dtype in reduced:
         if dtype in LOW:
             notes.append(f"fully_shard reduces gradients in {FORMATS[dtype]}: MixedPrecisionPolicy(reduce_dtype=...).")
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and not sharded:
+        notes.append("Of replicas only weights are made equal by DistributedDataParallel: make models by one seed.")
     if not isinstance(optimizer, torch.optim.Optimizer):
         text = "optimizer.state_dict() does not have what is kept besides the weights: save state_dict() of this, too."
         notes.append(f"{type(optimizer).__name__} is none of torch.optim's classes: {text}")
+    notes += [f"no parameter matches the rule {dict(rule.asked)}." for rule in unmatched]
     frozen = sum(not slot.parameter.requires_grad for slot in slots)
     if frozen:
         notes.append(f"{counted(frozen, 'parameter')} in its groups that need no gradients are stored, too.")

@@ -19,7 +19,7 @@ import torch
 from narrowcast.core.policy.storage import FP32, KAHAN, NEAREST, REMAINDER, STOCHASTIC
 from narrowcast.errors import first_line
 from narrowcast.runtime.torch_surface.dynamo import load_cpp
-from narrowcast.training.storage.rounding import PLAIN, joined, numbered, parted, rounded_state, words
+from narrowcast.training.storage.rounding import PLAIN, joined, numbered, parted, rounded_state, sum_of_bits, words
 
 MOMENTS: dict[type, tuple[str, ...]] = {
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq"), torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
@@ -86,7 +86,8 @@ def _pass(
     moments: Pieces, keyed: torch.Tensor, n: torch.Tensor,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Step a parameter, and write all of it. keyed: `numbered` places with a key added. Returns how many elements
-    moved, and how many of those rounding keeps in place; or how many masters gave way.
+    moved, and how many of those rounding keeps in place; how many masters gave way; or, told by `run`,
+    sums of the weight's bits, before and after.
     """
     wide = joined(way, weight, rest)
     after, own = _stepped(formula, wide, gradient, [one.float() for one in moments], n)
@@ -95,12 +96,12 @@ def _pass(
     if way == NEAREST:
         told = [(after != wide).sum(), ((after != wide) & (stored == wide)).sum()]
     if way == FP32 and rest is not None:
-        told = [(wide != rest).sum()]
+        told = [((wide != rest) & (wide == wide)).sum()]
     weight.copy_(stored)
     if rest is not None and beside is not None:
         rest.copy_(beside)
     for salt, (state, value) in enumerate(zip(moments, own, strict=True), 1):
-        state.copy_(rounded_state(value, state.dtype, way, keyed, salt))
+        state.copy_(rounded_state(value, state.dtype, keyed, salt))
     return told
 
 
@@ -169,16 +170,17 @@ class Passes:
         if self._compiles and is_simple and weight.device.type == "cpu":
             function = self._compile(_in_cpp, formula, way, tuple(one.dtype for one in laid[:3]))
             if function is not None:
-                found = torch.zeros(2 if way in (NEAREST, FP32) else 0, dtype=torch.int64, device="cpu")
+                found = torch.zeros(0 if way in (PLAIN, STOCHASTIC) else 2, dtype=torch.int64, device="cpu")
                 first, second, *_ = [*(one.data_ptr() for one in moments), 0, 0]
                 beside, at = (0 if one is None else one.data_ptr() for one in (rest, places))
                 given = weight.data_ptr(), beside, gradient.data_ptr(), first, second, at, key
                 function(weight.numel(), *given, n.data_ptr(), found.data_ptr(), torch.get_num_threads())
-                return [*found] if way == NEAREST else [found[0]] if way == FP32 else []
+                return [found[0]] if way == FP32 else [*found]
         told: list[torch.Tensor] = []
         whole = self._compiles and is_simple and weight.device.type != "cpu"
         step = (self._compile(_compiled, formula, way) if whole else None) or partial(_pass, formula, way)
         length = max(1, weight.numel()) if whole else _AT_ONCE
+        before = sum_of_bits(weight) if way in (REMAINDER, KAHAN) else None
         for start in range(0, weight.numel(), length):
             part = slice(start, min(weight.numel(), start + length))
             order = torch.arange(part.start, part.stop, dtype=torch.int32, device=weight.device)
@@ -186,7 +188,7 @@ class Passes:
             own = [one[part] for one in laid]
             some = step(own[0], None if rest is None else rest[part], own[1], own[2:], keyed, n)
             told = some if not told else [a + b for a, b in zip(told, some, strict=True)]
-        return told
+        return told if before is None else [before, sum_of_bits(weight)]
 
     def _compile(self, make: Callable[..., Any], formula: Formula, way: str, *more: Any) -> Callable[..., Any] | None:
         """Return a compiled pass; None, from now on, where there is no compiler."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,11 +11,12 @@ from weakref import ref
 
 import torch
 
-from narrowcast.core.policy.storage import Storage
+from narrowcast.core.policy.storage import FP32, KAHAN, REMAINDER, Storage
 from narrowcast.errors import RunError, reason_of
 from narrowcast.runtime.torch_bridge import part_of, with_part
-from narrowcast.runtime.torch_surface.dispatch import quietly
-from narrowcast.training.storage.rounding import PLAIN, joined
+from narrowcast.runtime.torch_surface.dispatch import quietly, version_of
+from narrowcast.runtime.torch_surface.modules import optimized_by
+from narrowcast.training.storage.rounding import PLAIN, joined, sum_of_bits
 from narrowcast.training.storage.slots import RESTS, Slot
 
 KEY = "storage"
@@ -31,7 +33,9 @@ class Resumed:
     storage: Storage
     optimizer: Any
     slots: list[Slot]
+    of_parameter: dict[torch.Tensor, Slot]
     update: int
+    _sums: dict[str, torch.Tensor]
     _loading: tuple[Mapping[str, Any], Mapping[int, Any]] | None = None
     _convert_from: str | None = None
     _used: dict[str, tuple[Callable[[], Any], int]]
@@ -46,18 +50,24 @@ class Resumed:
         with quietly():
             return {**self._own(gradients), **dict(self._states()), **dict(self._numbers())}
 
-    def load_state_dict(self, saved: Mapping[str, Any] | str | Path, convert_from: str | None = None) -> None:
+    def load_state_dict(
+        self, saved: Mapping[str, Any] | str | Path, convert_from: str | None = None, key: str | None = None
+    ) -> None:
         """Put back what `state_dict` of this or of the optimizer returned. Load the model's weights before.
 
         saved: that dict; or a file of torch.save or safetensors, or a folder of torch.distributed.checkpoint, that it
                was saved to, alone or under a name.
-        convert_from: the name of the policy by which it was stored, if that is not this one ("torch" where nothing
-               was): masters are made of its exact numbers, and states rounded as is declared here.
+        convert_from: by what it was stored, if that is not the declaration here, as the error names it ("torch" where
+               nothing was): masters are made of its exact numbers, and states rounded as is declared here.
+        key: under which name it was saved there, if there are several.
 
         Raises RunError for what was stored by another declaration, for shapes and parameters that are not those here,
         before anything is changed.
         """
-        found = self._read(Path(saved)) if isinstance(saved, str | Path) else saved
+        found = self._read(Path(saved), key) if isinstance(saved, str | Path) else saved
+        if not isinstance(found, Mapping):
+            advice = "Give what state_dict() returned, or where it was saved."
+            raise RunError(f"load_state_dict({type(saved).__name__})", "it is no dict and no path", advice=advice)
         self._convert_from = convert_from
         try:
             if "param_groups" in found:
@@ -70,25 +80,37 @@ class Resumed:
         finally:
             self._convert_from = None
 
+    def _note_bits(self, slot: Slot) -> None:
+        """Note the bits of a weight whose rest cannot tell whether somebody wrote to it."""
+        if slot.way in (REMAINDER, KAHAN):
+            self._sums[slot.name] = sum_of_bits(slot.weight)
+
     def _use_gradients(self) -> None:
         """Note that a step has used the gradients that are there."""
         there = ((slot.name, slot.parameter.grad) for slot in self.slots)
-        self._used = {name: (ref(one), one._version) for name, one in there if one is not None}
+        self._used = {name: (ref(one), version_of(one)) for name, one in there if one is not None}
 
     def _is_new(self, slot: Slot) -> bool:
         """Return whether there is a gradient that no step has used."""
         gradient, (used, version) = slot.parameter.grad, self._used.get(slot.name, (lambda: None, 0))
-        return gradient is not None and (used() is not gradient or version != gradient._version)
+        return gradient is not None and (used() is not gradient or version != version_of(gradient))
+
+    @property
+    def full_name(self) -> str:
+        """How a declaration is named in checkpoints: by its policy, and by what it says."""
+        return f"{self.name} {self.storage.digest[:8]}"
 
     # -- saved
 
     def _own(self, gradients: bool | None = None) -> dict[str, torch.Tensor]:
         """Return what is kept besides weights and the optimizer's states."""
-        text = self.name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES)
+        text = self.full_name.encode()[-_NAME_BYTES:].ljust(_NAME_BYTES)
         own = {
             "digest": torch.frombuffer(bytearray.fromhex(self.storage.digest), dtype=torch.uint8),
+            "parameters": torch.frombuffer(bytearray(self._parameters()), dtype=torch.uint8),
             "name": torch.frombuffer(bytearray(text), dtype=torch.uint8),
             "update": torch.full((), self.update, dtype=torch.int64, device="cpu"),
+            "states": torch.full((), self._count_states(), dtype=torch.int64, device="cpu"),
         }
         pending = [slot for slot in self.slots if slot.parameter.grad is not None]
         if gradients is None:
@@ -102,17 +124,28 @@ class Resumed:
                 own[f"{slot.name}/{RESTS[slot.way]}"] = with_part(slot.parameter.detach(), rest.clone())
         for slot in pending if gradients is not False else ():
             gradient: Any = slot.parameter.grad
-            own[f"{slot.name}/gradient"] = gradient.detach().clone()
+            own[f"{slot.name}/gradient"] = gradient.detach().clone(memory_format=torch.contiguous_format)
         return own
 
+    def _parameters(self) -> bytes:
+        """Return a digest of the names and shapes of the parameters."""
+        rows = sorted(f"{slot.name} {tuple(slot.parameter.shape)}" for slot in self.slots)
+        return hashlib.sha256("\n".join(rows).encode()).digest()
+
+    def _count_states(self) -> int:
+        return sum(len(self.optimizer.state.get(slot.parameter, {})) for slot in self.slots)
+
     def _states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        of_parameters = {id(slot.parameter) for slot in self.slots}
+        if any(id(one) not in of_parameters for one in self.optimizer.state):
+            raise _is_no_tensor("a state that belongs to no parameter")
         for slot in self.slots:
             for key, value in self.optimizer.state.get(slot.parameter, {}).items():
                 blocks = _blocks_of(value)
+                if not blocks or not isinstance(key, str) or "/" in key:
+                    raise _is_no_tensor(f"state {key!r} of {slot.name}, {type(value).__name__}")
                 for part, one in blocks.items():
                     yield f"{slot.name}/state/{key}{part}", one
-                if not blocks and isinstance(value, bool | int | float):
-                    yield f"{slot.name}/state/{key}", torch.full((), value, dtype=torch.float64, device="cpu")
 
     def _numbers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number, group in enumerate(self.optimizer.param_groups):
@@ -133,7 +166,8 @@ class Resumed:
 
         def take(_: Any, saved: dict[str, Any]) -> None:
             own = saved.get(KEY, {})
-            self._check(own)
+            count = sum(map(len, saved["state"].values()))
+            self._check(own, count)
             self._check_states(saved["state"])
             self._loading = own, dict(saved["state"])
 
@@ -143,8 +177,9 @@ class Resumed:
             with quietly(), torch.no_grad():
                 self._put(own)
                 for number, slot in enumerate(self._in_order()):
-                    if number in states:
-                        self._put_state(slot, states[number])
+                    mine = self.optimizer.state[slot.parameter] if number in states else {}
+                    exact = {k: v for k, v in states.get(number, {}).items() if isinstance(v, torch.Tensor)}
+                    self._put_state(slot, {**mine, **{k: _copied(v, slot) for k, v in exact.items()}})
 
         optimizer = self.optimizer
         return [
@@ -157,30 +192,51 @@ class Resumed:
         by_id = {id(slot.parameter): slot for slot in self.slots}
         return [by_id[id(one)] for group in self.optimizer.param_groups for one in group["params"]]
 
-    def _check(self, saved: Mapping[str, Any]) -> None:
-        """Raise RunError unless what was saved can be put back."""
+    def _check(self, saved: Mapping[str, Any], count: int | None = None) -> None:
+        """Raise RunError unless what was saved can be put back. count: of states beside it; None, they are in it."""
         asked = "load_state_dict of what is stored"
         was = bytes(saved["name"].tolist()).decode().rstrip() if "name" in saved else PLAIN_TORCH
         digest = bytes(saved["digest"].tolist()).hex() if "digest" in saved else ""
-        if self._convert_from is not None and self._convert_from != was:
+        new = next((one for one in optimized_by(self.optimizer) if one not in self.of_parameter), None)
+        if new is not None:
+            found = f"a parameter of shape {tuple(new.shape)} was added later"
+            raise RunError(asked, found, advice="Make model and optimizer, call nc.store, then load.")
+        if not digest and count is None:
+            advice = "Give what stored.state_dict() or optimizer.state_dict() returned."
+            raise RunError(asked, "it was saved by neither", advice=advice)
+        if self._convert_from not in (None, was, was.rpartition(" ")[0]):
             raise RunError(asked, f"it was stored as {was!r}", advice=f"Write convert_from={was!r}.")
         if digest != self.storage.digest and self._convert_from is None:
-            found = f"it was stored as {was!r}, by another declaration than {self.name!r}"
+            found = f"it was stored as {was!r}, by another declaration than {self.full_name!r}"
             advice = f"Store with that one; or convert: stored.load_state_dict(saved, convert_from={was!r})."
+            advice += " What torch.distributed.checkpoint.state_dict returns has no masters." * (not digest)
             raise RunError(asked, found, advice=advice)
+        if digest and bytes(saved["parameters"].tolist()) != self._parameters():
+            asks = [slot for slot in self.slots for kind in RESTS.values() if f"{slot.name}/{kind}" in saved]
+            for slot in asks:
+                kind = next(kind for kind in RESTS.values() if f"{slot.name}/{kind}" in saved)
+                _check_shape(asked, f"{kind} of {slot.name}", saved[f"{slot.name}/{kind}"], slot)
+            found = "it is of parameters of other names or shapes"
+            raise RunError(asked, found, advice="Load it into the model that it was saved of.")
         for slot in self.slots:
             kinds = [kind for kind in RESTS.values() if f"{slot.name}/{kind}" in saved]
             wanted = [] if slot.rest is None else [RESTS[slot.way]]
             if digest == self.storage.digest and kinds != wanted:
-                raise RunError(asked, f"it has no {wanted[0]} of {slot.name}", advice="Save all of it.")
+                found = f"{slot.name} has {''.join(kinds) or 'nothing'} beside it, not {''.join(wanted) or 'nothing'}"
+                raise RunError(asked, found, advice="Save all of it; make the model in the format that it had.")
+            if slot.dtype is torch.float16 and ({"remainder", "compensation"} & {*kinds}) and kinds != wanted:
+                raise RunError(asked, f"{slot.name} in fp16 cannot hold its bf16", advice="Convert into bf16 or fp32.")
             for kind in (*kinds, *(["gradient"] if f"{slot.name}/gradient" in saved else [])):
                 _check_shape(asked, f"{kind} of {slot.name}", saved[f"{slot.name}/{kind}"], slot)
             self._check_states({0: _under(saved, f"{slot.name}/state/")}, [slot])
-        count = sum(name.endswith("/gradient") for name in saved)
-        if "gradients" in saved and int(saved["gradients"]) != count:
-            found = f"{int(saved['gradients'])} gradients were saved in the middle of an accumulation, {count} are here"
-            advice = "Give the file or folder itself; or read into state_dict(gradients=True), after a backward."
-            raise RunError(asked, found, advice=advice)
+        here = {tuple(key.split("/state/")) for key in saved if "/state/" in key}
+        here = {(name, key.partition("/")[0]) for name, key in here}
+        found_states, states = len(here) if count is None else count, int(saved.get("states", -1))
+        gradients = sum(name.endswith("/gradient") for name in saved)
+        if digest and (found_states != states or int(saved["gradients"]) != gradients):
+            found = f"{states} states and {int(saved['gradients'])} gradients of an accumulation were saved, "
+            found += f"{found_states} and {gradients} are here"
+            raise RunError(asked, found, advice="Give the file or folder itself, or the dict as it was saved.")
 
     def _check_states(self, states: Mapping[int, Any], slots: list[Slot] | None = None) -> None:
         for number, slot in enumerate(self._in_order() if slots is None else slots):
@@ -192,57 +248,63 @@ class Resumed:
         for slot in self.slots:
             kind = next((kind for kind in RESTS.values() if f"{slot.name}/{kind}" in saved), None)
             rest = None if kind is None else part_of(saved[f"{slot.name}/{kind}"]).to(slot.weight.device)
+            was_written = slot.name in self._sums and bool(sum_of_bits(slot.weight) != self._sums[slot.name])
             if kind == RESTS.get(slot.way) and rest is not None:
                 slot.set_rest(rest)
-            elif slot.way != PLAIN or rest is not None:
+            elif rest is not None or (was_written and self._convert_from is not None):
                 way = next((way for way, name in RESTS.items() if name == kind), "")
-                wide = joined(way, slot.weight, rest)
+                low = slot.weight if slot.way != PLAIN else slot.weight.bfloat16()
+                wide = rest if way == FP32 and rest is not None else joined(way, low, rest)
                 slot.weight.copy_(wide) if slot.way == PLAIN else slot.put(wide, None)
+            self._note_bits(slot)
             gradient = saved.get(f"{slot.name}/gradient")
             if gradient is not None:
-                slot.parameter.grad = gradient.detach().to(slot.weight.device).clone()
+                slot.parameter.grad = gradient.detach().to(slot.weight.device, slot.dtype_of_gradient, copy=True)
         self.update = int(saved["update"]) if "update" in saved else 0
 
     def _put_states(self, saved: Mapping[str, Any]) -> None:
         for slot in self.slots:
-            self._put_state(slot, _under(saved, f"{slot.name}/state/"))
+            parts = _under(saved, f"{slot.name}/state/")
+            keys = dict.fromkeys(key.partition("/")[0] for key in parts)
+            self._put_state(slot, {key: _made_of(_under(parts, key, whole=True), slot) for key in keys})
         for number, group in enumerate(self.optimizer.param_groups):
             for key, value in list(group.items()):
                 if key != "params":
                     group[key] = _with_leaves(value, _under(saved, f"groups/{number}/{key}", whole=True))
 
-    def _put_state(self, slot: Slot, state: Mapping[str, Any]) -> None:
+    def _put_state(self, slot: Slot, state: dict[str, Any]) -> None:
         """Give a parameter its states, in the formats that they were saved in, or here are converted to."""
-        made: dict[str, Any] = {}
-        for key in dict.fromkeys(key.partition("/")[0] for key in state):
-            made[key] = _made_of({k[len(key) :]: v for k, v in state.items() if k.partition("/")[0] == key}, slot)
         if self._convert_from is not None:
-            wide = {key: value.float() if slot.is_moment(value) else value for key, value in made.items()}
-            made = slot.narrowed(wide, None)
-        if made:
-            self.optimizer.state[slot.parameter] = made
+            wide = {key: value.float() if slot.is_moment(value) else value for key, value in state.items()}
+            state = slot.narrowed(wide, None)
+        self.optimizer.state.pop(slot.parameter, None)
+        if state:
+            self.optimizer.state[slot.parameter] = state
 
-    def _read(self, path: Path) -> dict[str, Any]:
+    def _read(self, path: Path, key: str | None) -> dict[str, Any]:
         """Return what a file or a folder has of this, under whichever name it was saved."""
         try:
             if path.is_dir():
-                return self._read_folder(path)
+                return self._read_folder(path, key)
             if path.suffix == ".safetensors":
                 found: Any = importlib.import_module("safetensors.torch").load_file(path)
             else:
                 found = torch.load(path, map_location="cpu", weights_only=True)
+        except RunError:
+            raise
         except Exception as error:  # of whatever wrote it
             advice = "Give a file of torch.save or safetensors, or a folder of torch.distributed.checkpoint."
             raise RunError(f"load_state_dict({str(path)!r})", reason_of(error), advice=advice) from None
-        inside = [found, *(value for value in found.values() if isinstance(value, Mapping))]
-        own = next((one for one in inside if "digest" in one or "param_groups" in one), found)
-        return dict(own)
+        inside = {str(name): value for name, value in found.items() if isinstance(value, Mapping)}
+        own = {name: one for name, one in {"": found, **inside}.items() if "digest" in one or "param_groups" in one}
+        return dict(own.get(_only(path, [*own], key), found))
 
-    def _read_folder(self, path: Path) -> dict[str, Any]:
+    def _read_folder(self, path: Path, key: str | None) -> dict[str, Any]:
         dcp: Any = importlib.import_module("torch.distributed.checkpoint")
         kept = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        last = next((name for name in kept if name == "digest" or name.endswith(".digest")), "digest")
-        prefix, own = last.removesuffix("digest"), {slot.name: slot for slot in self.slots}
+        ends = [name.removesuffix("digest") for name in kept if name == "digest" or name.endswith(".digest")]
+        chosen = _only(path, [end.removesuffix(".") for end in ends], key)
+        prefix, own = f"{chosen}." if chosen else "", {slot.name: slot for slot in self.slots}
         target: dict[str, Any] = {}
         for name, one in kept.items():
             if name.startswith(prefix) and hasattr(one, "properties"):
@@ -255,6 +317,25 @@ class Resumed:
         alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         dcp.load(target, checkpoint_id=path, no_dist=alone)
         return {name.removeprefix(prefix): value for name, value in target.items()}
+
+
+def _only(path: Path, names: list[str], key: str | None) -> str:
+    """Return the name under which a file has what is asked for."""
+    if key is not None and key in names:
+        return key
+    if key is not None or len(names) > 1:
+        found = f"what was stored is there under {', '.join(map(repr, names)) or 'no name'}"
+        raise RunError(f"load_state_dict({str(path)!r}, key={key!r})", found, advice="Name one of them as key=.")
+    return names[0] if names else ""
+
+
+def _is_no_tensor(what: str) -> RunError:
+    advice = "Save optimizer.state_dict(), which has it, with torch.save."
+    return RunError("state_dict() as tensors", f"{what} is none", advice=advice)
+
+
+def _copied(value: Any, slot: Slot) -> Any:
+    return value.detach().to(slot.weight.device if value.dim() else value.device).clone()
 
 
 def _check_shape(asked: str, what: str, value: torch.Tensor, slot: Slot) -> None:
@@ -287,13 +368,18 @@ def _with_leaves(value: Any, numbers: Mapping[str, Any]) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         return torch.full_like(value, float(numbers[""]))
-    return type(value)(float(numbers[""])) if isinstance(value, int | float) else value
+    number = float(numbers[""])
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return bool(number) if isinstance(value, bool) else value
+    return int(number) if isinstance(value, int) and number.is_integer() else number
 
 
 def _blocks_of(value: Any) -> dict[str, torch.Tensor]:
     """Return a state as plain tensors by the ends of their names; a library's blocks as what they are made of."""
     if type(value) is torch.Tensor or hasattr(value, "device_mesh"):
-        return {"": value.detach().clone()}
+        return {"": value.detach().clone(memory_format=torch.contiguous_format)}
+    if isinstance(value, bool | int | float):
+        return {f"/{type(value).__name__}": torch.tensor(value, dtype=_NUMBERS[type(value)], device="cpu")}
     if hasattr(value, "codes"):
         signed = torch.full((), bool(value.signed), dtype=torch.bool, device="cpu")
         return {"/codes": value.codes.clone(), "/scale": value.scale.clone(), "/signed": signed}
@@ -309,8 +395,11 @@ def _made_of(parts: Mapping[str, Any], slot: Slot) -> Any:
         made.codes.copy_(codes)
         made.scale.copy_(parts["/scale"])
         return made
-    value = parts[""]
-    if not isinstance(value, torch.Tensor):
-        return value
-    at = slot.weight.device if value.dim() else value.device
-    return value.detach().to(at).clone()
+    for kind in _NUMBERS:
+        if f"/{kind.__name__}" in parts:
+            return kind(parts[f"/{kind.__name__}"])
+    return _copied(parts[""], slot)
+
+
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+"""Numbers of Python among states, and the dtypes that hold them."""

@@ -27,16 +27,20 @@ def way_of(kept: Kept) -> str:
 
 
 def joined(way: str, weight: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor:
-    """Return the number in fp32 that a weight and what is kept besides it are. A master that does not round to its
-    weight gives way to it, since somebody wrote to the weight.
+    """Return the number in fp32 that a weight and what is kept besides it are. What does not round to the weight gives
+    way to it, since somebody wrote to the weight; a remainder completes almost any weight, to half a unit.
     """
+    own = weight.float()
     if way == FP32 and rest is not None:
-        return torch.where(weight.float() == rounded(rest, weight.dtype), rest, weight.float())
+        return torch.where(own == rounded(rest, weight.dtype), rest, own)
     if way == REMAINDER and rest is not None:
-        return (weight.float().view(torch.int32) + rest.to(torch.int32)).view(torch.float32)
+        wide = (own.view(torch.int32) + rest.to(torch.int32)).view(torch.float32)
+        return torch.where(wide == wide, wide, own)
     if way == KAHAN and rest is not None:
-        return weight.float() + rest.float()
-    return weight.float()
+        half = torch.finfo(weight.dtype).eps / 2  # of a unit, relative; by 1 % more, since it is rounded itself
+        least = torch.finfo(weight.dtype).smallest_normal * half
+        return torch.where(rest.float().abs() <= own.abs() * (half * 1.01) + least, own + rest.float(), own)
+    return own
 
 
 def parted(
@@ -71,9 +75,11 @@ def rounded(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~_LOW_HALF).view(torch.float32)
 
 
-def rounded_state(value: torch.Tensor, dtype: torch.dtype, way: str, keyed: torch.Tensor, salt: int) -> torch.Tensor:
-    """Return a state in the dtype that it is kept in, rounded at random where its weight is."""
-    if way == STOCHASTIC and dtype is torch.bfloat16:
+def rounded_state(value: torch.Tensor, dtype: torch.dtype, keyed: torch.Tensor | None, salt: int) -> torch.Tensor:
+    """Return a state in the dtype that it is kept in: in bf16 rounded at random, since a moment that loses a thousandth
+    of itself in a step would stay where it is.
+    """
+    if keyed is not None and dtype is torch.bfloat16:
         return parted(STOCHASTIC, value, dtype, words(keyed, salt))[0].to(dtype)
     return value.to(dtype)
 
@@ -81,6 +87,12 @@ def rounded_state(value: torch.Tensor, dtype: torch.dtype, way: str, keyed: torc
 def _bits(wide: torch.Tensor) -> torch.Tensor:
     """Return the bits of numbers of fp32, all NaN as one."""
     return torch.where(wide == wide, wide.view(torch.int32), _NAN)
+
+
+def sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
+    """Return a sum (mod 2**32) that is another one where a weight in 16 bits is, in practice."""
+    bits = weight.view(torch.int16).reshape(-1).to(torch.int32)
+    return (bits * (2 * torch.arange(bits.numel(), dtype=torch.int32, device=bits.device) + 1)).sum() & 0xFFFFFFFF
 
 
 def key_of(seed: int, update: int, name: str) -> int:

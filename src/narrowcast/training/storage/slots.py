@@ -51,9 +51,14 @@ class Slot:
     def of(name: str, parameter: torch.Tensor, kept: Kept, group: int) -> Slot:
         """Return a slot for a parameter, which stays as it is."""
         slot = Slot(name, parameter, kept, group, parameter.dtype, way_of(kept))
-        if slot.way == STOCHASTIC:
+        if slot.is_random:
             slot.first_place, slot.places = _places_of(name, parameter)
         return slot
+
+    @property
+    def is_random(self) -> bool:
+        """Whether its weight, or its moments, are rounded at random."""
+        return self.way == STOCHASTIC or self.kept.moments == BF16
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -68,6 +73,8 @@ class Slot:
     @cached_property
     def dtype_of_moments(self) -> torch.dtype | None:
         """The dtype of moments; None of those that a library keeps in blocks."""
+        if not self.parameter.dim():  # as the count of steps, which is none
+            return torch.float32
         return None if self.kept.moments == EIGHT_BITS else DTYPES[parse_format(self.kept.moments)]
 
     @property
@@ -103,7 +110,7 @@ class Slot:
 
     def put(self, wide: torch.Tensor, keyed: torch.Tensor | None) -> None:
         """Write numbers in fp32 into the weight and what is kept besides it. keyed: for each, where it is random."""
-        chosen = None if keyed is None else words(keyed).view(wide.shape)
+        chosen = None if keyed is None or self.way != STOCHASTIC else words(keyed).view(wide.shape)
         way = self.way if chosen is not None or self.way != STOCHASTIC else "nearest"
         weight, rest = parted(way, wide, self.weight.dtype, chosen)
         self.weight.copy_(weight)
@@ -126,9 +133,9 @@ class Slot:
             return state
         if self.kept.moments == EIGHT_BITS:
             return _eight_bits(state)
-        part, way = part_of(state), STOCHASTIC if keyed is not None else ""
-        places = keyed.view(part.shape) if keyed is not None else part
-        return with_part(state, rounded_state(part.float(), torch.bfloat16, way, places, salt))
+        part = part_of(state)
+        places = None if keyed is None else keyed.view(part.shape)
+        return with_part(state, rounded_state(part.float(), torch.bfloat16, places, salt))
 
     def widened(self, states: dict[str, Any]) -> dict[str, Any]:
         """Return states in fp32, for a step."""

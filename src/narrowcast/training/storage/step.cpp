@@ -28,7 +28,7 @@ static inline uint32_t words(uint32_t keyed, int salt) {
 static inline void at_random(float x, uint32_t, float& to) { to = x; }
 static inline void at_random(float x, uint32_t word, bf16& to) { to = cut(one_nan(x) + word); }
 
-struct Told { int64_t moved, kept; };
+struct Told { uint32_t moved, kept; };
 
 // Steps elements from `start` to `end`. placed: the places of elements in their whole parameter follow no order.
 template <bool placed>
@@ -36,7 +36,7 @@ static Told steps(int64_t start, int64_t end, WEIGHT* __restrict weight, void* _
                   const GRADIENT* __restrict gradient, MOMENT* __restrict first, MOMENT* __restrict second,
                   const int32_t* __restrict places, uint32_t key, const float* __restrict n) {
   const float n0 = n[0], n1 = n[1], n2 = n[2], n3 = n[3], n4 = n[4], n5 = n[5], n6 = n[6], n7 = n[7], n8 = n[8];
-  int32_t moved = 0, kept = 0;
+  uint32_t moved = 0, kept = 0;  // or sums of the weight's bits, before and after
   for (int32_t i = 0; i < int32_t(end - start); ++i) {
     float w = wide(weight[i]);
     const float before = w;
@@ -45,11 +45,22 @@ static Told steps(int64_t start, int64_t end, WEIGHT* __restrict weight, void* _
       WEIGHT rounded;
       nearest(master, rounded);
       const uint32_t follows = -uint32_t(wide(rounded) == before);
-      moved += ~follows & 1;
+      moved += ~follows & 1 & uint32_t(before == before);
       w = of_bits((bits_of(master) & follows) | (bits_of(before) & ~follows));
     }
-    if (WAY == REMAINDER) w = of_bits(bits_of(w) + uint32_t(int32_t(static_cast<int16_t*>(beside)[i])));
-    if (WAY == KAHAN) w = w + wide(static_cast<WEIGHT*>(beside)[i]);
+    const uint32_t at = 2 * (uint32_t(start) + uint32_t(i)) + 1;
+    if (WAY == REMAINDER || WAY == KAHAN) moved += uint32_t(int32_t(bits_of(w)) >> 16) * at;
+    if (WAY == REMAINDER) {
+      const float whole = of_bits(bits_of(w) + uint32_t(int32_t(static_cast<int16_t*>(beside)[i])));
+      const uint32_t is_one = -uint32_t(whole == whole);
+      w = of_bits((bits_of(whole) & is_one) | (bits_of(before) & ~is_one));
+    }
+    if (WAY == KAHAN) {
+      const float left = wide(static_cast<WEIGHT*>(beside)[i]), whole = w + left;
+      const float most = __builtin_fabsf(w) * float(0x1p-8 * 1.01) + 0x1p-134f;
+      const uint32_t follows = -uint32_t(__builtin_fabsf(left) <= most);
+      w = of_bits((bits_of(whole) & follows) | (bits_of(before) & ~follows));
+    }
     float g = wide(gradient[i]) * n0, m = 0, v = 0;
     if (COUPLES) g = g + n1 * w;
     if (ADAM) {
@@ -79,18 +90,13 @@ static Told steps(int64_t start, int64_t end, WEIGHT* __restrict weight, void* _
       const float left = w - wide(weight[i]);
       nearest(__builtin_fabsf(left) < INFINITY ? left : 0.0f, static_cast<WEIGHT*>(beside)[i]);
     }
+    if (WAY == REMAINDER || WAY == KAHAN) kept += uint32_t(int32_t(bits_of(wide(weight[i]))) >> 16) * at;
     if (WAY == NEAREST) {
       moved += w != before;
       kept += w != before && wide(weight[i]) == before;
     }
-    if (ADAM || MOMENTUM) {
-      if (WAY == STOCHASTIC) at_random(m, words(keyed, 1), first[i]);
-      else nearest(m, first[i]);
-    }
-    if (ADAM) {
-      if (WAY == STOCHASTIC) at_random(v, words(keyed, 2), second[i]);
-      else nearest(v, second[i]);
-    }
+    if (ADAM || MOMENTUM) at_random(m, words(keyed, 1), first[i]);
+    if (ADAM) at_random(v, words(keyed, 2), second[i]);
   }
   return {moved, kept};
 }
@@ -109,5 +115,6 @@ extern "C" void step(int64_t count, WEIGHT* weight, void* beside, const GRADIENT
     moved += told.moved;
     kept += told.kept;
   }
-  if (told) told[0] = moved, told[1] = kept;
+  const bool counts = WAY == NEAREST || WAY == MASTER;
+  if (told) told[0] = counts ? moved : uint32_t(moved), told[1] = counts ? kept : uint32_t(kept);
 }

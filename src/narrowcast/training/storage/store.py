@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,12 @@ from typing import Any
 import torch
 
 from narrowcast.core.policy import Policy
-from narrowcast.core.policy.storage import BF16, FP32, NEAREST, STOCHASTIC, Storage
+from narrowcast.core.policy.storage import BF16, FP32, NEAREST, Storage
 from narrowcast.errors import RunError
 from narrowcast.runtime.sites.python_stack import warn_here
 from narrowcast.runtime.torch_bridge import FORMATS, is_sharded_tensor, part_of, with_part
-from narrowcast.runtime.torch_surface.dispatch import quietly
+from narrowcast.runtime.torch_surface.dispatch import quietly, version_of
+from narrowcast.runtime.torch_surface.dynamo import never_trace
 from narrowcast.runtime.torch_surface.grad_scaling import innermost
 from narrowcast.runtime.torch_surface.modules import (
     STORED,
@@ -28,8 +28,8 @@ from narrowcast.runtime.torch_surface.modules import (
 from narrowcast.training.storage.declared import declared_by, notes_on, slots_of
 from narrowcast.training.storage.passes import MOMENTS, Formula, Passes, formula_of, numbers_of
 from narrowcast.training.storage.resumed import Resumed
-from narrowcast.training.storage.rounding import PLAIN
-from narrowcast.training.storage.slots import Slot
+from narrowcast.training.storage.rounding import PLAIN, sum_of_bits
+from narrowcast.training.storage.slots import RESTS, Slot
 
 
 def store(model: torch.nn.Module, optimizer: Any, storage: Policy | str | Path | Mapping[str, Any]) -> Stored:
@@ -51,8 +51,8 @@ def store(model: torch.nn.Module, optimizer: Any, storage: Policy | str | Path |
     """
     name, declared = declared_by(storage)
     inner = innermost(optimizer)
-    slots = slots_of(model, inner, declared)
-    return Stored(inner, name, declared, slots, notes_on(model, inner, slots))
+    slots, unmatched = slots_of(model, inner, declared)
+    return Stored(inner, name, declared, slots, notes_on(model, inner, slots, unmatched))
 
 
 def stored_of(optimizer: Any) -> Stored | None:
@@ -82,19 +82,23 @@ class Stored(Resumed):
         self._passes = Passes(sum(slot.weight.numel() for slot in slots))
         self._told: list[tuple[torch.Tensor, ...] | float] = []
         self._changed: set[str] = set()
+        self._copies: dict[Slot, torch.nn.Parameter] = {}
+        self._sums = {}
         self._used = {}
         self._is_on = True
         with quietly():
             for slot in slots:
                 _place(slot)
+                self._note_bits(slot)
                 note_stored(slot.parameter, self)
                 made = optimizer.state.get(slot.parameter, {})  # some make it before they step
                 made.update(slot.narrowed({k: v.float() if slot.is_moment(v) else v for k, v in made.items()}, None))
         self._handles = self._hear_of_state()
-        self._scaling = getattr(optimizer, "_step_supports_amp_scaling", None)
+        self._scaling = vars(optimizer).get("_step_supports_amp_scaling")
         if self._scaling:
             optimizer._step_supports_amp_scaling = False
         self._run = hooked_step(optimizer, lambda _, *given, **named: self.step(*given, **named))
+        self._step_before = vars(optimizer).get("step")
         self._placed = optimizer.step = step_for_schedules(optimizer, _step_of)
         setattr(optimizer, STORED, self)
 
@@ -149,8 +153,8 @@ class Stored(Resumed):
         return [slot.rest for slot in self.slots if slot.rest is not None]
 
     def undo(self) -> None:
-        """Give the optimizer its own step back, and the weights their formats: that of before, or fp32 where more
-        digits are stored than it holds; sharded weights stay in theirs. States follow their weights.
+        """Give the optimizer its own step back, and the weights the formats that they had, or fp32 where a master, a
+        remainder or a compensation completes them; sharded weights stay as they are. States follow their weights.
         """
         if not self._is_on:
             raise RunError("undo()", "it is undone already", advice="Call nc.store again to store it.")
@@ -170,32 +174,38 @@ class Stored(Resumed):
         for handle in self._handles:
             handle.remove()
         if self._scaling:
-            del self.optimizer._step_supports_amp_scaling
-        if (
-            self.optimizer.__dict__.get("step") == self._placed
-        ):  # else a schedule has wrapped it, and it passes calls on
+            self.optimizer._step_supports_amp_scaling = self._scaling
+        if vars(self.optimizer).get("step") is self._placed:  # else something wraps it, and it passes calls on
             del self.optimizer.step
+            if self._step_before is not None:
+                self.optimizer.step = self._step_before
         delattr(self.optimizer, STORED)
 
     # -- a step
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the optimizer, without the hooks that its own method runs."""
-        loss = None
-        if closure is not None:
+    def step(self, *given: Any, **named: Any) -> Any:
+        """Step the optimizer, as with these arguments of its own method, without the hooks that it runs."""
+        closure, *others = given or (None,)
+        closure, loss = named.pop("closure", closure), None
+        if callable(closure):
             with torch.enable_grad():
                 loss = closure()
+            closure = _once(loss)
         new = next((one for one in optimized_by(self.optimizer) if one not in self.of_parameter), None)
         if new is not None:
             advice = "Call undo() before add_param_group, and nc.store with a new optimizer after it."
             raise RunError("a step", f"a parameter of shape {tuple(new.shape)} was added later", advice=advice)
+        self._check_formats()
         with quietly():
             own = list(self._own_slots())
             stepped = {id(slot) for slot, _, _ in own}
             lent = [slot for slot in self.slots if id(slot) not in stepped]
-            self._check_formats()
             self.update += 1
-            told = self._lend(lent, loss, closure is not None)
+            try:
+                told = self._lend(lent, [] if closure is None and not others else [closure, *others], named)
+            except BaseException:
+                self.update -= 1
+                raise
             told += self._pass(own)
             self._use_gradients()
         self._told.append(tuple(told) if told else 0.0)
@@ -214,14 +224,13 @@ class Stored(Resumed):
         formulas = [formula_of(self.optimizer, group) for group in self.optimizer.param_groups]
         for slot in self.slots:
             formula, gradient = formulas[slot.group], slot.parameter.grad
-            is_plain = slot.way == PLAIN and slot.kept.moments == FP32
+            is_plain = slot.way == PLAIN and slot.kept.moments == FP32 and slot.dtype_of_gradient is torch.float32
             is_of_others = gradient is None or gradient.is_sparse or slot.dtype_of_moments is None
             if formula is None or is_plain or is_of_others:
                 continue
             state = self.optimizer.state[slot.parameter]
             if formula.is_adam:
-                state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
-                yield slot, formula, int(state["step"]) + 1
+                yield slot, formula, int(state.get("step", 0)) + 1
             else:
                 yield slot, formula, 1 + (state.get("momentum_buffer") is not None)
 
@@ -235,9 +244,9 @@ class Stored(Resumed):
                 if state.get(name) is None:
                     state[name] = torch.zeros_like(slot.parameter.detach(), dtype=slot.dtype_of_moments)
             if formula.is_adam:
-                state["step"] += 1
+                state["step"] = torch.full((), float(step), dtype=torch.float32, device="cpu")
             numbers = numbers_of(formula, self.optimizer.param_groups[slot.group], step)
-            key = slot.key(self.storage.seed, self.update) if slot.way == STOCHASTIC else 0
+            key = slot.key(self.storage.seed, self.update) if slot.is_random else 0
             places = None if slot.places is None else slot.places.reshape(-1)
             moments = [part_of(state[name]) for name in names]
             gradient: Any = slot.parameter.grad
@@ -246,29 +255,33 @@ class Stored(Resumed):
             torch.autograd.graph.increment_version(slot.parameter)
             if slot.way == NEAREST:
                 told += found
-            elif found:
+            elif slot.way == FP32:
                 self._tell_changed(slot, found[0])
+            elif found:
+                self._tell_changed(slot, found[0] != self._sums.get(slot.name, found[0]))
+                self._sums[slot.name] = found[1]
         return told
 
-    def _lend(self, slots: list[Slot], loss: Any, is_given: bool) -> list[torch.Tensor]:
+    def _lend(self, slots: list[Slot], given: list[Any], named: dict[str, Any]) -> list[torch.Tensor]:
         """Let the optimizer step its parameters in fp32, on copies of what is stored, and store what it makes."""
         optimizer, told = self.optimizer, []
+        slots = [slot for slot in slots if slot.parameter.requires_grad or slot.parameter.grad is not None]
         if not any(slot.parameter.grad is not None for slot in slots):
             return []
-        lent: dict[torch.Tensor, torch.Tensor] = {}
-        for slot in slots:
-            lent[slot.parameter] = slot.parameter if slot.way == PLAIN else self._copy_of(slot)
+        lent = {slot.parameter: self._copy_of(slot) for slot in slots}
         before = [(group, group["params"]) for group in optimizer.param_groups]
         own = {one: optimizer.state.pop(one) for one in self.of_parameter if one in optimizer.state}
-        takes_closure = is_given and "closure" in inspect.signature(type(optimizer).step).parameters
+        versions = [version_of(slot.parameter) for slot in slots if slot.parameter is not lent[slot.parameter]]
         try:
             for group, parameters in before:
                 group["params"] = [lent[one] for one in parameters if one in lent]
             for slot in slots:
                 if slot.parameter in own:
                     optimizer.state[lent[slot.parameter]] = slot.widened(own[slot.parameter])
-            inner: Any = step_without_hooks(optimizer)
-            inner(closure=_once(loss)) if takes_closure else inner()
+            step_without_hooks(optimizer)(*given, **named)
+            if versions != [version_of(slot.parameter) for slot in slots if slot.parameter is not lent[slot.parameter]]:
+                found = f"{type(optimizer).__name__} steps parameters that it holds itself, not those of its groups"
+                raise RunError("a step of what is stored", found, advice="Train with weights in fp32.")
             own |= {slot.parameter: optimizer.state.pop(lent[slot.parameter], {}) for slot in slots}
             for slot in slots:
                 told += self._store(slot, lent[slot.parameter], own)
@@ -280,39 +293,54 @@ class Stored(Resumed):
             for parameter, state in own.items():
                 if state:
                     optimizer.state[parameter] = state
+            for copied in self._copies.values():
+                copied.grad, copied.data = None, copied.data.new_empty(0)
         return told
 
     def _copy_of(self, slot: Slot) -> torch.Tensor:
-        wide = slot.wide()
-        copied = torch.nn.Parameter(with_part(slot.parameter.detach(), wide), slot.parameter.requires_grad)
-        copied.__dict__.update(slot.parameter.__dict__)
+        """Return a parameter in fp32, the same one in each step: an optimizer may know it by its identity."""
         gradient = slot.parameter.grad
-        if gradient is not None:
-            copied.grad = gradient.float()
+        if slot.way == PLAIN and slot.dtype_of_gradient is torch.float32:
+            return slot.parameter
+        wide = with_part(slot.parameter.detach(), slot.wide())
+        if is_sharded_tensor(slot.parameter):
+            copied = torch.nn.Parameter(wide, slot.parameter.requires_grad)
+        else:
+            copied = self._copies.setdefault(slot, torch.nn.Parameter(wide.new_empty(0)))
+            copied.data = wide
+            copied.requires_grad_(slot.parameter.requires_grad)
+        vars(copied).update(vars(slot.parameter))
+        copied.grad = None if gradient is None else gradient.float()
         return copied
 
     def _store(self, slot: Slot, stepped: torch.Tensor, own: dict[Any, Any]) -> list[torch.Tensor]:
         """Store a parameter that was stepped in fp32, and its states; return what rounding lost."""
         told: list[torch.Tensor] = []
-        keyed = slot.keyed(self.storage.seed, self.update) if slot.way == STOCHASTIC else None
-        if slot.way != PLAIN and slot.parameter.grad is not None:
+        keyed = slot.keyed(self.storage.seed, self.update) if slot.is_random else None
+        if slot.way != PLAIN:
             after, before = part_of(stepped.detach()), slot.weight
             if slot.way == NEAREST:
                 moved = after != before.float()
                 told = [moved.sum(), (moved & (after.to(before.dtype) == before)).sum()]
             if slot.way == FP32 and slot.rest is not None:
-                self._tell_changed(slot, (before.flatten() != slot.rest.to(before.dtype)).sum())
+                other = before.flatten() != slot.rest.to(before.dtype)
+                self._tell_changed(slot, (other & ~before.flatten().isnan()).sum())
+            if slot.name in self._sums:
+                self._tell_changed(slot, sum_of_bits(before) != self._sums[slot.name])
             slot.put(after, keyed)
+            self._note_bits(slot)
+        if stepped is not slot.parameter:
             torch.autograd.graph.increment_version(slot.parameter)
         own[slot.parameter] = slot.narrowed(own[slot.parameter], keyed)
         return told
 
     def _tell_changed(self, slot: Slot, count: torch.Tensor) -> None:
-        """Tell, of each weight once, that it is not its master, rounded: somebody wrote to it."""
+        """Tell, of each weight once, that somebody else wrote to it. count: of elements, or whether there are some."""
         if slot.name not in self._changed and int(count):
             self._changed.add(slot.name)
-            text = f"{int(count)} elements of {slot.name} were written since the last step, not by the optimizer: "
-            self.notes.append(text + "its master follows them.")
+            what = f"{int(count)} elements of {slot.name}" if slot.way == FP32 else slot.name
+            text = f"{what} {'were' if slot.way == FP32 else 'was'} written since the last step, not by the optimizer: "
+            self.notes.append(f"{text}its {RESTS[slot.way]} follows.")
             warn_here(f"nc.store: {self.notes[-1]}")
 
     def _names_of(self, formula: Formula) -> tuple[str, ...]:
@@ -355,6 +383,9 @@ def _once(loss: Any) -> Callable[[], Any]:
     return closure
 
 
+never_trace(_step_of)
+
+
 # -- parameters in place
 
 
@@ -374,7 +405,6 @@ def _convert(parameter: torch.Tensor, data: torch.Tensor, gradient: torch.dtype)
     """Give a parameter other data, and gradients of a dtype; one that is there is converted."""
     there, parameter.grad = parameter.grad, None
     parameter.data = data
-    if parameter.requires_grad:
-        parameter.grad_dtype = gradient
+    parameter.grad_dtype = gradient
     if there is not None:
         parameter.grad = there.to(gradient)
