@@ -114,9 +114,33 @@ OTHERS = {
 
 
 class TestBits:
-    CODES = (torch.arange(1 << 16, dtype=torch.int64).view(-1, 1) * 65536 + torch.tensor(
-        [0, 1, 2, 0x7F, 0x1234, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xA5A5, 0xFF00, 0xFFF0, 0xFFFD, 0xFFFE, 0xFFFF]
-    )).flatten().to(torch.int32)  # fmt: skip
+    CODES = (
+        (
+            torch.arange(1 << 16, dtype=torch.int64).view(-1, 1) * 65536
+            + torch.tensor(
+                [
+                    0,
+                    1,
+                    2,
+                    0x7F,
+                    0x1234,
+                    0x7FFE,
+                    0x7FFF,
+                    0x8000,
+                    0x8001,
+                    0x8002,
+                    0xA5A5,
+                    0xFF00,
+                    0xFFF0,
+                    0xFFFD,
+                    0xFFFE,
+                    0xFFFF,
+                ]
+            )
+        )
+        .flatten()
+        .to(torch.int32)
+    )
     WIDE = CODES.view(torch.float32)
 
     def test_a_remainder_makes_the_master_again(self):
@@ -204,9 +228,14 @@ class TestOptimizers:
         assert len(stored.lost) == stored.update == 20
 
     @pytest.mark.parametrize(
-        "settings", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-                     {"momentum": 0.9, "dampening": 0.5, "maximize": True}],
-    )  # fmt: skip
+        "settings",
+        [
+            {},
+            {"momentum": 0.9},
+            {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+            {"momentum": 0.9, "dampening": 0.5, "maximize": True},
+        ],
+    )
     def test_sgd_is_torch_s(self, settings):
         model, optimizer, stored = made(FORMS["master"], lambda p: torch.optim.SGD(p, 0.01, **settings))
         plain = twin_of(model, stored)
@@ -496,9 +525,13 @@ class TestDeclaration:
         stored = nc.store(model, optimizer, FORMS["remainder"] | {"rule": rules})
         ways = {slot.name: slot.way for slot in stored.slots}
         assert ways == {
-            "0.weight": "stochastic", "0.bias": "stochastic", "2.weight": "plain", "2.bias": "plain",
-            "3.weight": "remainder", "3.bias": "plain",
-        }  # fmt: skip
+            "0.weight": "stochastic",
+            "0.bias": "stochastic",
+            "2.weight": "plain",
+            "2.bias": "plain",
+            "3.weight": "remainder",
+            "3.bias": "plain",
+        }
 
     @pytest.mark.parametrize(
         ("text", "line", "found"),

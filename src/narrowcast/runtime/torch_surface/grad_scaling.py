@@ -107,6 +107,19 @@ def takes_scale(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def keep_scale_outside(optimizer: Any) -> bool:
+    """Let scalers unscale gradients before an optimizer's steps; return whether its own kernel would have."""
+    takes = bool(vars(optimizer).get("_step_supports_amp_scaling"))
+    if takes:
+        optimizer._step_supports_amp_scaling = False
+    return takes
+
+
+def take_scale(optimizer: Any) -> None:
+    """Let scalers give an optimizer the scale, as before `keep_scale_outside`."""
+    optimizer._step_supports_amp_scaling = True
+
+
 # -- DTensor -----------------------------------------------------------------------------------------------------------
 
 

@@ -22,9 +22,10 @@ from narrowcast.runtime.torch_surface.dynamo import load_cpp
 from narrowcast.training.storage.rounding import PLAIN, joined, numbered, parted, rounded_state, sum_of_bits, words
 
 MOMENTS: dict[type, tuple[str, ...]] = {
-    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"), torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
+    torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
     torch.optim.SGD: ("momentum_buffer",),
-}  # fmt: skip
+}
 """The optimizers that are stepped here, with the names of their states in the shape of the weight."""
 _NOT_HERE = ("amsgrad", "differentiable", "capturable")
 _PAYS, _AT_ONCE = 1 << 18, 1 << 20
@@ -82,11 +83,17 @@ def _stepped(
 
 
 def _pass(
-    formula: Formula, way: str, weight: torch.Tensor, rest: torch.Tensor | None, gradient: torch.Tensor,
-    moments: Pieces, keyed: torch.Tensor, n: torch.Tensor,
-) -> list[torch.Tensor]:  # fmt: skip
+    formula: Formula,
+    way: str,
+    weight: torch.Tensor,
+    rest: torch.Tensor | None,
+    gradient: torch.Tensor,
+    moments: Pieces,
+    keyed: torch.Tensor,
+    n: torch.Tensor,
+) -> list[torch.Tensor]:
     """Step a parameter, and write all of it. keyed: `numbered` places with a key added. Returns how many elements
-    moved, and how many of those rounding keeps in place; how many masters gave way; or, told by `run`,
+    moved, and how many of those rounding keeps in place; how many masters were not their weights; or, told by `run`,
     sums of the weight's bits, before and after.
     """
     wide = joined(way, weight, rest)
@@ -116,8 +123,14 @@ def _compiled(formula: Formula, way: str) -> Callable[..., list[torch.Tensor]]:
 
 
 _NAMES = {torch.float32: "float", torch.bfloat16: "bf16"}
-_WAYS = {PLAIN: "PLAIN", NEAREST: "NEAREST", FP32: "MASTER", REMAINDER: "REMAINDER", STOCHASTIC: "STOCHASTIC",
-         KAHAN: "KAHAN"}  # fmt: skip
+_WAYS = {
+    PLAIN: "PLAIN",
+    NEAREST: "NEAREST",
+    FP32: "MASTER",
+    REMAINDER: "REMAINDER",
+    STOCHASTIC: "STOCHASTIC",
+    KAHAN: "KAHAN",
+}
 
 
 @cache
@@ -125,8 +138,12 @@ def _in_cpp(formula: Formula, way: str, dtypes: tuple[torch.dtype, ...]) -> Call
     """Return the same in C++, as Inductor compiles it: vector code of its own takes twice as long for bf16."""
     names = ("WEIGHT", "GRADIENT", "MOMENT")
     facts = dict(zip(names, [_NAMES[one] for one in (*dtypes, torch.float32)], strict=False)) | {"WAY": _WAYS[way]}
-    flags = {"ADAM": formula.is_adam, "COUPLES": formula.couples, "MOMENTUM": formula.momentum,
-             "NESTEROV": formula.nesterov}  # fmt: skip
+    flags = {
+        "ADAM": formula.is_adam,
+        "COUPLES": formula.couples,
+        "MOMENTUM": formula.momentum,
+        "NESTEROV": formula.nesterov,
+    }
     head = "".join(
         f"#define {name} {value}\n" for name, value in (facts | {k: int(v) for k, v in flags.items()}).items()
     )
@@ -147,9 +164,17 @@ class Passes:
         self._last: tuple[Any, ...] = (None, None, None)
 
     def run(
-        self, formula: Formula, way: str, weight: torch.Tensor, rest: torch.Tensor | None, gradient: torch.Tensor,
-        moments: Pieces, places: torch.Tensor | None, key: int, numbers: list[float],
-    ) -> list[torch.Tensor]:  # fmt: skip
+        self,
+        formula: Formula,
+        way: str,
+        weight: torch.Tensor,
+        rest: torch.Tensor | None,
+        gradient: torch.Tensor,
+        moments: Pieces,
+        places: torch.Tensor | None,
+        key: int,
+        numbers: list[float],
+    ) -> list[torch.Tensor]:
         """Step one parameter; see `_pass`. rest, places: flat, the latter of its elements if they are not in order."""
         laid = [one.contiguous().view(-1) for one in (weight, gradient, *moments)]
         if (numbers, weight.device) != self._last[:2]:  # those of a group are the same for all its parameters
@@ -162,9 +187,15 @@ class Passes:
         return told
 
     def _run(
-        self, formula: Formula, way: str, laid: list[torch.Tensor], rest: torch.Tensor | None,
-        places: torch.Tensor | None, key: int, n: torch.Tensor,
-    ) -> list[torch.Tensor]:  # fmt: skip
+        self,
+        formula: Formula,
+        way: str,
+        laid: list[torch.Tensor],
+        rest: torch.Tensor | None,
+        places: torch.Tensor | None,
+        key: int,
+        n: torch.Tensor,
+    ) -> list[torch.Tensor]:
         weight, gradient, *moments = laid
         is_simple = all(one.dtype in _NAMES for one in laid) and len({one.dtype for one in moments}) < 2
         if self._compiles and is_simple and weight.device.type == "cpu":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -53,7 +54,7 @@ class Resumed:
     def load_state_dict(
         self, saved: Mapping[str, Any] | str | Path, convert_from: str | None = None, key: str | None = None
     ) -> None:
-        """Put back what `state_dict` of this or of the optimizer returned. Load the model's weights before.
+        """Restore what `state_dict` of this or of the optimizer returned. Load the model's weights before.
 
         saved: that dict; or a file of torch.save or safetensors, or a folder of torch.distributed.checkpoint, that it
                was saved to, alone or under a name.
@@ -166,7 +167,7 @@ class Resumed:
 
         def take(_: Any, saved: dict[str, Any]) -> None:
             own = saved.get(KEY, {})
-            count = sum(map(len, saved["state"].values()))
+            count = sum(len(state) for number, state in saved["state"].items() if isinstance(number, int))
             self._check(own, count)
             self._check_states(saved["state"])
             self._loading = own, dict(saved["state"])
@@ -178,8 +179,8 @@ class Resumed:
                 self._put(own)
                 for number, slot in enumerate(self._in_order()):
                     mine = self.optimizer.state[slot.parameter] if number in states else {}
-                    exact = {k: v for k, v in states.get(number, {}).items() if isinstance(v, torch.Tensor)}
-                    self._put_state(slot, {**mine, **{k: _copied(v, slot) for k, v in exact.items()}})
+                    saved = {k: _copied(v, slot) for k, v in states.get(number, {}).items() if not _is_number(v)}
+                    self._put_state(slot, {**mine, **saved})  # a number may be a tensor in this torch
 
         optimizer = self.optimizer
         return [
@@ -193,7 +194,7 @@ class Resumed:
         return [by_id[id(one)] for group in self.optimizer.param_groups for one in group["params"]]
 
     def _check(self, saved: Mapping[str, Any], count: int | None = None) -> None:
-        """Raise RunError unless what was saved can be put back. count: of states beside it; None, they are in it."""
+        """Raise RunError unless what was saved can be restored. count: of states beside it; None, they are in it."""
         asked = "load_state_dict of what is stored"
         was = bytes(saved["name"].tolist()).decode().rstrip() if "name" in saved else PLAIN_TORCH
         digest = bytes(saved["digest"].tolist()).hex() if "digest" in saved else ""
@@ -334,7 +335,13 @@ def _is_no_tensor(what: str) -> RunError:
     return RunError("state_dict() as tensors", f"{what} is none", advice=advice)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
 def _copied(value: Any, slot: Slot) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
     return value.detach().to(slot.weight.device if value.dim() else value.device).clone()
 
 

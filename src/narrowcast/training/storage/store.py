@@ -15,7 +15,7 @@ from narrowcast.runtime.sites.python_stack import warn_here
 from narrowcast.runtime.torch_bridge import FORMATS, is_sharded_tensor, part_of, with_part
 from narrowcast.runtime.torch_surface.dispatch import quietly, version_of
 from narrowcast.runtime.torch_surface.dynamo import never_trace
-from narrowcast.runtime.torch_surface.grad_scaling import innermost
+from narrowcast.runtime.torch_surface.grad_scaling import innermost, keep_scale_outside, take_scale
 from narrowcast.runtime.torch_surface.modules import (
     STORED,
     hooked_step,
@@ -94,9 +94,7 @@ class Stored(Resumed):
                 made = optimizer.state.get(slot.parameter, {})  # some make it before they step
                 made.update(slot.narrowed({k: v.float() if slot.is_moment(v) else v for k, v in made.items()}, None))
         self._handles = self._hear_of_state()
-        self._scaling = vars(optimizer).get("_step_supports_amp_scaling")
-        if self._scaling:
-            optimizer._step_supports_amp_scaling = False
+        self._takes_scale = keep_scale_outside(optimizer)
         self._run = hooked_step(optimizer, lambda _, *given, **named: self.step(*given, **named))
         self._step_before = vars(optimizer).get("step")
         self._placed = optimizer.step = step_for_schedules(optimizer, _step_of)
@@ -173,8 +171,8 @@ class Stored(Resumed):
                     self.optimizer.state[slot.parameter][key] = own
         for handle in self._handles:
             handle.remove()
-        if self._scaling:
-            self.optimizer._step_supports_amp_scaling = self._scaling
+        if self._takes_scale:
+            take_scale(self.optimizer)
         if vars(self.optimizer).get("step") is self._placed:  # else something wraps it, and it passes calls on
             del self.optimizer.step
             if self._step_before is not None:
