@@ -92,9 +92,10 @@ def _pass(
     keyed: torch.Tensor,
     n: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Step a parameter, and write all of it. keyed: `numbered` places with a key added. Returns how many elements
-    moved, and how many of those rounding keeps in place; how many masters were not their weights; or, told by `run`,
-    sums of the weight's bits, before and after.
+    """Step a parameter, and write all of it. keyed: `numbered` places with a key added.
+
+    Returns how many elements moved, and how many of those rounding keeps in place; how many masters were not their
+    weights; `run` returns the sums of a weight's bits besides, before and after.
     """
     wide = joined(way, weight, rest)
     after, own = _stepped(formula, wide, gradient, [one.float() for one in moments], n)
