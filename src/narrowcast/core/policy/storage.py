@@ -39,7 +39,7 @@ _ASKED: dict[str, type] = {"parameter": str, "class": str, "group": int}
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptFormats:
     """What is kept of one parameter. weight: a format's name; None as it is. gradient: None as the weight."""
 
     weight: str | None = None
@@ -48,7 +48,7 @@ class Kept:
     moments: str = FP32
     rounding: str = NEAREST
 
-    def checked(self, weight: str, name: str) -> Kept:
+    def checked(self, weight: str, name: str) -> KeptFormats:
         """Return this for a weight that is kept in a format, by name; PolicyError where it cannot be."""
         if weight == FP32:  # holds all digits itself
             return replace(self, weight=weight, master=NONE, rounding=NEAREST)
@@ -87,7 +87,7 @@ class StorageRule:
 class Storage:
     """The section as data: what holds for all parameters, rules for some, and the seed of stochastic rounding."""
 
-    kept: Kept = Kept()
+    kept: KeptFormats = KeptFormats()
     rules: tuple[StorageRule, ...] = ()
     seed: int = 0
 
@@ -101,17 +101,17 @@ class Storage:
         seed = table.get("seed", 0)
         if type(seed) is not int:
             raise PolicyError(f"seed {seed!r} of [storage]", "it is no whole number", advice="Write seed = 0.")
-        return Storage(Kept(**own), tuple(_rule(row) for row in rows), seed)
+        return Storage(KeptFormats(**own), tuple(_rule(row) for row in rows), seed)
 
-    def of_parameter(self, name: str, classes: tuple[str, ...], group: int) -> Kept:
+    def of_parameter(self, name: str, classes: tuple[str, ...], group: int) -> KeptFormats:
         """Return what is kept of a parameter: what all keep, and what the rules about it say, the last one first."""
         said = [dict(rule.kept) for rule in self.rules if rule.is_about(name, classes, group)]
         return replace(self.kept, **{key: value for one in said for key, value in one.items()})
 
     def table(self) -> dict[str, Any]:
         """Return the section as a table of TOML; `Storage.of` makes an equal one of it."""
-        said = {f.name: getattr(self.kept, f.name) for f in fields(Kept)}
-        table: dict[str, Any] = {k: v for k, v in said.items() if v is not None and v != getattr(Kept(), k)}
+        said = {f.name: getattr(self.kept, f.name) for f in fields(KeptFormats)}
+        table: dict[str, Any] = {k: v for k, v in said.items() if v is not None and v != getattr(KeptFormats(), k)}
         if self.seed:
             table["seed"] = self.seed
         if self.rules:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from narrowcast.core.policy import as_policy
-from narrowcast.core.policy.storage import EIGHT_BITS, FP32, Kept, Storage, StorageRule
+from narrowcast.core.policy.storage import EIGHT_BITS, FP32, KeptFormats, Storage, StorageRule
 from narrowcast.errors import RunError
 from narrowcast.formats import parse_format
 from narrowcast.output.words import and_more, counted
@@ -25,7 +25,7 @@ from narrowcast.runtime.torch_surface.modules import (
     stored_by,
     without_wrapper,
 )
-from narrowcast.training.storage.slots import Slot
+from narrowcast.training.storage.slots import StoredParameter
 
 
 def declared_by(storage: Any) -> tuple[str, Storage]:
@@ -42,7 +42,9 @@ def declared_by(storage: Any) -> tuple[str, Storage]:
     return policy.name, policy.storage
 
 
-def slots_of(model: torch.nn.Module, optimizer: Any, declared: Storage) -> tuple[list[Slot], list[StorageRule]]:
+def slots_of(
+    model: torch.nn.Module, optimizer: Any, declared: Storage
+) -> tuple[list[StoredParameter], list[StorageRule]]:
     """Return what is to be stored, and rules that match nothing; RunError for what cannot be stored."""
     asked = f"store({type(model).__name__}, {type(optimizer).__name__})"
     _check_optimizer(asked, model, optimizer)
@@ -50,7 +52,7 @@ def slots_of(model: torch.nn.Module, optimizer: Any, declared: Storage) -> tuple
         raise RunError(asked, "it has lazy layers that were never called", advice="Call the model once before.")
     wrapper = model if isinstance(model, torch.nn.parallel.DistributedDataParallel) else None
     names, classes = _names(model if wrapper is None else wrapper.module)
-    slots: dict[int, Slot] = {}
+    slots: dict[int, StoredParameter] = {}
     unmatched = [*declared.rules]
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -72,7 +74,7 @@ def slots_of(model: torch.nn.Module, optimizer: Any, declared: Storage) -> tuple
                 )
             kept = kept.checked(kept.weight or own.name, name)
             _check_parameter(asked, name, parameter, kept, wrapper is not None)
-            slots[id(parameter)] = Slot.of(name, parameter, kept, number)
+            slots[id(parameter)] = StoredParameter.of(name, parameter, kept, number)
     return list(slots.values()), unmatched
 
 
@@ -108,7 +110,7 @@ def _names(model: torch.nn.Module) -> tuple[dict[int, str], dict[int, tuple[str,
     return names, classes
 
 
-def _check_parameter(asked: str, name: str, parameter: torch.Tensor, kept: Kept, is_in_ddp: bool) -> None:
+def _check_parameter(asked: str, name: str, parameter: torch.Tensor, kept: KeptFormats, is_in_ddp: bool) -> None:
     weight = DTYPES[parse_format(str(kept.weight))]
     gradient = weight if kept.gradient is None else DTYPES[parse_format(kept.gradient)]
     if kept.moments == EIGHT_BITS and find_spec("torchao") is None:
@@ -131,7 +133,9 @@ def _check_parameter(asked: str, name: str, parameter: torch.Tensor, kept: Kept,
         raise RunError(asked, found, advice=advice)
 
 
-def notes_on(model: torch.nn.Module, optimizer: Any, slots: list[Slot], unmatched: list[StorageRule]) -> list[str]:
+def notes_on(
+    model: torch.nn.Module, optimizer: Any, slots: list[StoredParameter], unmatched: list[StorageRule]
+) -> list[str]:
     """Return what a user should know of what is stored so."""
     notes, own = [], {id(slot.parameter) for slot in slots}
     left = [name for name, one in model.named_parameters() if id(one) not in own]

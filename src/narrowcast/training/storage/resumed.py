@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +16,20 @@ from narrowcast.errors import RunError, reason_of
 from narrowcast.runtime.torch_bridge import part_of, with_part
 from narrowcast.runtime.torch_surface.dispatch import quietly, version_of
 from narrowcast.runtime.torch_surface.modules import optimized_by
+from narrowcast.training.storage.as_tensors import (
+    blocks_of,
+    check_shape,
+    copied,
+    is_no_tensor,
+    is_number,
+    leaves,
+    made_of,
+    only_one,
+    under,
+    with_leaves,
+)
 from narrowcast.training.storage.rounding import PLAIN, joined, sum_of_bits
-from narrowcast.training.storage.slots import RESTS, Slot
+from narrowcast.training.storage.slots import RESTS, StoredParameter
 
 KEY = "storage"
 """Under which an optimizer's state_dict has what is kept besides weights."""
@@ -33,8 +44,8 @@ class Resumed:
     name: str
     storage: Storage
     optimizer: Any
-    slots: list[Slot]
-    of_parameter: dict[torch.Tensor, Slot]
+    slots: list[StoredParameter]
+    of_parameter: dict[torch.Tensor, StoredParameter]
     update: int
     _sums: dict[str, torch.Tensor]
     _loading: tuple[Mapping[str, Any], Mapping[int, Any]] | None = None
@@ -81,7 +92,7 @@ class Resumed:
         finally:
             self._convert_from = None
 
-    def _note_bits(self, slot: Slot) -> None:
+    def _note_bits(self, slot: StoredParameter) -> None:
         """Note the bits of a weight whose rest cannot tell whether somebody wrote to it."""
         if slot.way in (REMAINDER, KAHAN):
             self._sums[slot.name] = sum_of_bits(slot.weight)
@@ -91,7 +102,7 @@ class Resumed:
         there = ((slot.name, slot.parameter.grad) for slot in self.slots)
         self._used = {name: (ref(one), version_of(one)) for name, one in there if one is not None}
 
-    def _is_new(self, slot: Slot) -> bool:
+    def _is_new(self, slot: StoredParameter) -> bool:
         """Return whether there is a gradient that no step has used."""
         gradient, (used, version) = slot.parameter.grad, self._used.get(slot.name, (lambda: None, 0))
         return gradient is not None and (used() is not gradient or version != version_of(gradient))
@@ -139,19 +150,19 @@ class Resumed:
     def _states(self) -> Iterator[tuple[str, torch.Tensor]]:
         of_parameters = {id(slot.parameter) for slot in self.slots}
         if any(id(one) not in of_parameters for one in self.optimizer.state):
-            raise _is_no_tensor("a state that belongs to no parameter")
+            raise is_no_tensor("a state that belongs to no parameter")
         for slot in self.slots:
             for key, value in self.optimizer.state.get(slot.parameter, {}).items():
-                blocks = _blocks_of(value)
+                blocks = blocks_of(value)
                 if not blocks or not isinstance(key, str) or "/" in key:
-                    raise _is_no_tensor(f"state {key!r} of {slot.name}, {type(value).__name__}")
+                    raise is_no_tensor(f"state {key!r} of {slot.name}, {type(value).__name__}")
                 for part, one in blocks.items():
                     yield f"{slot.name}/state/{key}{part}", one
 
     def _numbers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number, group in enumerate(self.optimizer.param_groups):
             for key, value in group.items():
-                for part, one in _leaves(value) if key != "params" else ():
+                for part, one in leaves(value) if key != "params" else ():
                     yield f"groups/{number}/{key}{part}", torch.full((), one, dtype=torch.float64, device="cpu")
 
     # -- loaded
@@ -179,7 +190,7 @@ class Resumed:
                 self._put(own)
                 for number, slot in enumerate(self._in_order()):
                     mine = self.optimizer.state[slot.parameter] if number in states else {}
-                    saved = {k: _copied(v, slot) for k, v in states.get(number, {}).items() if not _is_number(v)}
+                    saved = {k: copied(v, slot) for k, v in states.get(number, {}).items() if not is_number(v)}
                     self._put_state(slot, {**mine, **saved})  # a number may be a tensor in this torch
 
         optimizer = self.optimizer
@@ -189,7 +200,7 @@ class Resumed:
             optimizer.register_load_state_dict_post_hook(put),
         ]
 
-    def _in_order(self) -> list[Slot]:
+    def _in_order(self) -> list[StoredParameter]:
         by_id = {id(slot.parameter): slot for slot in self.slots}
         return [by_id[id(one)] for group in self.optimizer.param_groups for one in group["params"]]
 
@@ -216,7 +227,7 @@ class Resumed:
             asks = [slot for slot in self.slots for kind in RESTS.values() if f"{slot.name}/{kind}" in saved]
             for slot in asks:
                 kind = next(kind for kind in RESTS.values() if f"{slot.name}/{kind}" in saved)
-                _check_shape(asked, f"{kind} of {slot.name}", saved[f"{slot.name}/{kind}"], slot)
+                check_shape(asked, f"{kind} of {slot.name}", saved[f"{slot.name}/{kind}"], slot)
             found = "it is of parameters of other names or shapes"
             raise RunError(asked, found, advice="Load it into the model that it was saved of.")
         for slot in self.slots:
@@ -228,8 +239,8 @@ class Resumed:
             if slot.dtype is torch.float16 and ({"remainder", "compensation"} & {*kinds}) and kinds != wanted:
                 raise RunError(asked, f"{slot.name} in fp16 cannot hold its bf16", advice="Convert into bf16 or fp32.")
             for kind in (*kinds, *(["gradient"] if f"{slot.name}/gradient" in saved else [])):
-                _check_shape(asked, f"{kind} of {slot.name}", saved[f"{slot.name}/{kind}"], slot)
-            self._check_states({0: _under(saved, f"{slot.name}/state/")}, [slot])
+                check_shape(asked, f"{kind} of {slot.name}", saved[f"{slot.name}/{kind}"], slot)
+            self._check_states({0: under(saved, f"{slot.name}/state/")}, [slot])
         here = {tuple(key.split("/state/")) for key in saved if "/state/" in key}
         here = {(name, key.partition("/")[0]) for name, key in here}
         found_states, states = len(here) if count is None else count, int(saved.get("states", -1))
@@ -239,11 +250,11 @@ class Resumed:
             found += f"{found_states} and {gradients} are here"
             raise RunError(asked, found, advice="Give the file or folder itself, or the dict as it was saved.")
 
-    def _check_states(self, states: Mapping[int, Any], slots: list[Slot] | None = None) -> None:
+    def _check_states(self, states: Mapping[int, Any], slots: list[StoredParameter] | None = None) -> None:
         for number, slot in enumerate(self._in_order() if slots is None else slots):
             for key, value in dict(states.get(number, {})).items():
                 if key in ("exp_avg", "exp_avg_sq", "momentum_buffer") and isinstance(value, torch.Tensor):
-                    _check_shape("load_state_dict of what is stored", f"{key} of {slot.name}", value, slot)
+                    check_shape("load_state_dict of what is stored", f"{key} of {slot.name}", value, slot)
 
     def _put(self, saved: Mapping[str, Any]) -> None:
         for slot in self.slots:
@@ -265,15 +276,15 @@ class Resumed:
 
     def _put_states(self, saved: Mapping[str, Any]) -> None:
         for slot in self.slots:
-            parts = _under(saved, f"{slot.name}/state/")
+            parts = under(saved, f"{slot.name}/state/")
             keys = dict.fromkeys(key.partition("/")[0] for key in parts)
-            self._put_state(slot, {key: _made_of(_under(parts, key, whole=True), slot) for key in keys})
+            self._put_state(slot, {key: made_of(under(parts, key, whole=True), slot) for key in keys})
         for number, group in enumerate(self.optimizer.param_groups):
             for key, value in list(group.items()):
                 if key != "params":
-                    group[key] = _with_leaves(value, _under(saved, f"groups/{number}/{key}", whole=True))
+                    group[key] = with_leaves(value, under(saved, f"groups/{number}/{key}", whole=True))
 
-    def _put_state(self, slot: Slot, state: dict[str, Any]) -> None:
+    def _put_state(self, slot: StoredParameter, state: dict[str, Any]) -> None:
         """Give a parameter its states, in the formats that they were saved in, or here are converted to."""
         if self._convert_from is not None:
             wide = {key: value.float() if slot.is_moment(value) else value for key, value in state.items()}
@@ -298,13 +309,13 @@ class Resumed:
             raise RunError(f"load_state_dict({str(path)!r})", reason_of(error), advice=advice) from None
         inside = {str(name): value for name, value in found.items() if isinstance(value, Mapping)}
         own = {name: one for name, one in {"": found, **inside}.items() if "digest" in one or "param_groups" in one}
-        return dict(own.get(_only(path, [*own], key), found))
+        return dict(own.get(only_one(path, [*own], key), found))
 
     def _read_folder(self, path: Path, key: str | None) -> dict[str, Any]:
         dcp: Any = importlib.import_module("torch.distributed.checkpoint")
         kept = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         ends = [name.removesuffix("digest") for name in kept if name == "digest" or name.endswith(".digest")]
-        chosen = _only(path, [end.removesuffix(".") for end in ends], key)
+        chosen = only_one(path, [end.removesuffix(".") for end in ends], key)
         prefix, own = f"{chosen}." if chosen else "", {slot.name: slot for slot in self.slots}
         target: dict[str, Any] = {}
         for name, one in kept.items():
@@ -318,95 +329,3 @@ class Resumed:
         alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         dcp.load(target, checkpoint_id=path, no_dist=alone)
         return {name.removeprefix(prefix): value for name, value in target.items()}
-
-
-def _only(path: Path, names: list[str], key: str | None) -> str:
-    """Return the name under which a file has what is asked for."""
-    if key is not None and key in names:
-        return key
-    if key is not None or len(names) > 1:
-        found = f"what was stored is there under {', '.join(map(repr, names)) or 'no name'}"
-        raise RunError(f"load_state_dict({str(path)!r}, key={key!r})", found, advice="Name one of them as key=.")
-    return names[0] if names else ""
-
-
-def _is_no_tensor(what: str) -> RunError:
-    advice = "Save optimizer.state_dict(), which has it, with torch.save."
-    return RunError("state_dict() as tensors", f"{what} is none", advice=advice)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
-def _copied(value: Any, slot: Slot) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
-    return value.detach().to(slot.weight.device if value.dim() else value.device).clone()
-
-
-def _check_shape(asked: str, what: str, value: torch.Tensor, slot: Slot) -> None:
-    if tuple(value.shape) != tuple(slot.parameter.shape):
-        found = f"{what} has shape {tuple(value.shape)}, the parameter {tuple(slot.parameter.shape)}"
-        raise RunError(asked, found, advice="Load it into the model that it was saved of.")
-
-
-def _under(saved: Mapping[str, Any], start: str, whole: bool = False) -> dict[str, Any]:
-    """Return the entries whose names start so, without that; whole: with a slash next, or nothing."""
-    found = {name[len(start) :]: value for name, value in saved.items() if name.startswith(start)}
-    return {name: value for name, value in found.items() if not whole or not name or name[0] == "/"}
-
-
-def _leaves(value: Any) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a group's setting, by place: of a tuple each."""
-    if isinstance(value, tuple | list):
-        yield from ((f"/{place}{part}", one) for place, row in enumerate(value) for part, one in _leaves(row))
-    elif isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-        yield "", float(value)
-
-
-def _with_leaves(value: Any, numbers: Mapping[str, Any]) -> Any:
-    """Return a setting with other numbers, of the types that are there."""
-    if isinstance(value, tuple | list):
-        return type(value)(
-            _with_leaves(one, _under(numbers, f"/{place}", whole=True)) for place, one in enumerate(value)
-        )
-    if "" not in numbers:
-        return value
-    if isinstance(value, torch.Tensor):
-        return torch.full_like(value, float(numbers[""]))
-    number = float(numbers[""])
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return bool(number) if isinstance(value, bool) else value
-    return int(number) if isinstance(value, int) and number.is_integer() else number
-
-
-def _blocks_of(value: Any) -> dict[str, torch.Tensor]:
-    """Return a state as plain tensors by the ends of their names; a library's blocks as what they are made of."""
-    if type(value) is torch.Tensor or hasattr(value, "device_mesh"):
-        return {"": value.detach().clone(memory_format=torch.contiguous_format)}
-    if isinstance(value, bool | int | float):
-        return {f"/{type(value).__name__}": torch.tensor(value, dtype=_NUMBERS[type(value)], device="cpu")}
-    if hasattr(value, "codes"):
-        signed = torch.full((), bool(value.signed), dtype=torch.bool, device="cpu")
-        return {"/codes": value.codes.clone(), "/scale": value.scale.clone(), "/signed": signed}
-    return {}
-
-
-def _made_of(parts: Mapping[str, Any], slot: Slot) -> Any:
-    """Return a state of the tensors that `_blocks_of` made of it, or as it is."""
-    if "/codes" in parts:
-        library: Any = importlib.import_module("torchao.optim.subclass_8bit")
-        shape, codes = slot.parameter.shape, parts["/codes"]
-        made = library.OptimState8bit.zeros(shape, signed=bool(parts["/signed"]), device=slot.weight.device)
-        made.codes.copy_(codes)
-        made.scale.copy_(parts["/scale"])
-        return made
-    for kind in _NUMBERS:
-        if f"/{kind.__name__}" in parts:
-            return kind(parts[f"/{kind.__name__}"])
-    return _copied(parts[""], slot)
-
-
-_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
-"""Numbers of Python among states, and the dtypes that hold them."""

@@ -9,7 +9,7 @@ import hashlib
 
 import torch
 
-from narrowcast.core.policy.storage import FP32, KAHAN, NONE, REMAINDER, STOCHASTIC, Kept
+from narrowcast.core.policy.storage import FP32, KAHAN, NONE, REMAINDER, STOCHASTIC, KeptFormats
 
 PLAIN = "plain"
 _LOW_HALF, _HALF, _NAN = 0xFFFF, 0x8000, 0x7FC00000
@@ -19,7 +19,7 @@ SPREAD = 0x9E3779B1 - 2**32, 0x21F0AAAD, 0xD35A2D97 - 2**32
 """
 
 
-def way_of(kept: Kept) -> str:
+def way_of(kept: KeptFormats) -> str:
     """Return by which of the ways here a weight is kept: its master, or else its rounding; `plain` is in fp32."""
     if kept.weight == FP32:
         return PLAIN

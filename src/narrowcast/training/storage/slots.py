@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.core.policy.storage import BF16, EIGHT_BITS, FP32, KAHAN, REMAINDER, STOCHASTIC, Kept
+from narrowcast.core.policy.storage import BF16, EIGHT_BITS, FP32, KAHAN, REMAINDER, STOCHASTIC, KeptFormats
 from narrowcast.errors import RunError
 from narrowcast.formats import parse_format
 from narrowcast.runtime.torch_bridge import DTYPES, offsets_of, part_of, with_part
@@ -30,7 +30,7 @@ RESTS = {FP32: "master", REMAINDER: "remainder", KAHAN: "compensation"}
 
 
 @dataclass(eq=False)
-class Slot:
+class StoredParameter:
     """A parameter of the model that an optimizer steps. group: its number. before: its dtype before it was stored.
 
     rest: what is kept besides this rank's part of the weight, flat. first_place: of its elements in the whole
@@ -39,7 +39,7 @@ class Slot:
 
     name: str
     parameter: torch.Tensor
-    kept: Kept
+    kept: KeptFormats
     group: int
     before: torch.dtype
     way: str
@@ -48,9 +48,9 @@ class Slot:
     places: torch.Tensor | None = None
 
     @staticmethod
-    def of(name: str, parameter: torch.Tensor, kept: Kept, group: int) -> Slot:
+    def of(name: str, parameter: torch.Tensor, kept: KeptFormats, group: int) -> StoredParameter:
         """Return a slot for a parameter, which stays as it is."""
-        slot = Slot(name, parameter, kept, group, parameter.dtype, way_of(kept))
+        slot = StoredParameter(name, parameter, kept, group, parameter.dtype, way_of(kept))
         if slot.is_random:
             slot.first_place, slot.places = _places_of(name, parameter)
         return slot
@@ -181,3 +181,27 @@ def _places_of(name: str, parameter: torch.Tensor) -> tuple[int, torch.Tensor | 
         along = torch.arange(part.shape[dim], dtype=torch.int64, device=part.device) * step
         place = place + along.view(-1, *[1] * (len(sizes) - dim - 1))
     return 0, place.to(torch.int32)
+
+
+# -- parameters in place
+
+
+def place(slot: StoredParameter) -> None:
+    """Give a parameter its format, and keep what completes it."""
+    dtype, parameter = slot.dtype, slot.parameter
+    wide = slot.weight.float()
+    if parameter.dtype is not dtype:
+        convert(parameter, torch.empty_like(slot.weight, dtype=dtype), slot.dtype_of_gradient)
+    elif slot.dtype_of_gradient is not dtype:
+        convert(parameter, parameter.data, slot.dtype_of_gradient)
+    if slot.way != PLAIN:
+        slot.put(wide, None)
+
+
+def convert(parameter: torch.Tensor, data: torch.Tensor, gradient: torch.dtype) -> None:
+    """Give a parameter other data, and gradients of a dtype; one that is there is converted."""
+    there, parameter.grad = parameter.grad, None
+    parameter.data = data
+    parameter.grad_dtype = gradient
+    if there is not None:
+        parameter.grad = there.to(gradient)

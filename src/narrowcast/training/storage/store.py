@@ -29,7 +29,7 @@ from narrowcast.training.storage.declared import declared_by, notes_on, slots_of
 from narrowcast.training.storage.passes import MOMENTS, Formula, Passes, formula_of, numbers_of
 from narrowcast.training.storage.resumed import Resumed
 from narrowcast.training.storage.rounding import PLAIN, sum_of_bits
-from narrowcast.training.storage.slots import RESTS, Slot
+from narrowcast.training.storage.slots import RESTS, StoredParameter, convert, place
 
 
 def store(model: torch.nn.Module, optimizer: Any, storage: Policy | str | Path | Mapping[str, Any]) -> Stored:
@@ -61,7 +61,7 @@ def stored_of(optimizer: Any) -> Stored | None:
     return found
 
 
-def slot_of(optimizer: Any, parameter: torch.Tensor) -> Slot | None:
+def slot_of(optimizer: Any, parameter: torch.Tensor) -> StoredParameter | None:
     """Return how a parameter of an optimizer is stored; None if it is as torch has it."""
     stored = stored_of(optimizer)
     return None if stored is None else stored.of_parameter.get(parameter)
@@ -74,7 +74,7 @@ class Stored(Resumed):
     """
 
     def __init__(
-        self, optimizer: Any, name: str, storage: Storage, slots: list[Slot], notes: Sequence[str] = ()
+        self, optimizer: Any, name: str, storage: Storage, slots: list[StoredParameter], notes: Sequence[str] = ()
     ) -> None:
         self.name, self.storage, self.optimizer, self.slots = name, storage, optimizer, slots
         self.update, self.notes = 0, list(notes)
@@ -82,13 +82,13 @@ class Stored(Resumed):
         self._passes = Passes(sum(slot.weight.numel() for slot in slots))
         self._told: list[tuple[torch.Tensor, ...] | float] = []
         self._changed: set[str] = set()
-        self._copies: dict[Slot, torch.nn.Parameter] = {}
+        self._copies: dict[StoredParameter, torch.nn.Parameter] = {}
         self._sums = {}
         self._used = {}
         self._is_on = True
         with quietly():
             for slot in slots:
-                _place(slot)
+                place(slot)
                 self._note_bits(slot)
                 note_stored(slot.parameter, self)
                 made = optimizer.state.get(slot.parameter, {})  # some make it before they step
@@ -163,7 +163,7 @@ class Stored(Resumed):
                 wide, states = slot.wide(), slot.widened(dict(self.optimizer.state.get(slot.parameter, {})))
                 if not is_sharded_tensor(slot.parameter):
                     dtype = torch.float32 if slot.rest is not None else slot.before
-                    _convert(slot.parameter, wide.to(dtype).clone(), dtype)
+                    convert(slot.parameter, wide.to(dtype).clone(), dtype)
                 else:
                     slot.parameter.grad_dtype = slot.parameter.dtype if slot.parameter.is_leaf else None
                 for key, value in states.items():
@@ -217,7 +217,7 @@ class Stored(Resumed):
                 found = f"it is stored in {slot.kept.weight}, and is in {FORMATS.get(slot.parameter.dtype)} now"
                 raise RunError(f"a step of {slot.name}", found, advice="Call undo() before the model is converted.")
 
-    def _own_slots(self) -> Iterator[tuple[Slot, Formula, int]]:
+    def _own_slots(self) -> Iterator[tuple[StoredParameter, Formula, int]]:
         """Yield the parameters that are stepped in a pass, with the formula, and the number of their step."""
         formulas = [formula_of(self.optimizer, group) for group in self.optimizer.param_groups]
         for slot in self.slots:
@@ -232,7 +232,7 @@ class Stored(Resumed):
             else:
                 yield slot, formula, 1 + (state.get("momentum_buffer") is not None)
 
-    def _pass(self, own: list[tuple[Slot, Formula, int]]) -> list[torch.Tensor]:
+    def _pass(self, own: list[tuple[StoredParameter, Formula, int]]) -> list[torch.Tensor]:
         """Step parameters in passes over what is stored."""
         told: list[torch.Tensor] = []
         for slot, formula, step in own:
@@ -260,7 +260,7 @@ class Stored(Resumed):
                 self._sums[slot.name] = found[1]
         return told
 
-    def _lend(self, slots: list[Slot], given: list[Any], named: dict[str, Any]) -> list[torch.Tensor]:
+    def _lend(self, slots: list[StoredParameter], given: list[Any], named: dict[str, Any]) -> list[torch.Tensor]:
         """Let the optimizer step its parameters in fp32, on copies of what is stored, and store what it makes."""
         optimizer, told = self.optimizer, []
         slots = [slot for slot in slots if slot.parameter.requires_grad or slot.parameter.grad is not None]
@@ -295,7 +295,7 @@ class Stored(Resumed):
                 copied.grad, copied.data = None, copied.data.new_empty(0)
         return told
 
-    def _copy_of(self, slot: Slot) -> torch.Tensor:
+    def _copy_of(self, slot: StoredParameter) -> torch.Tensor:
         """Return a parameter in fp32, the same one in each step: an optimizer may know it by its identity."""
         gradient = slot.parameter.grad
         if slot.way == PLAIN and slot.dtype_of_gradient is torch.float32:
@@ -311,7 +311,7 @@ class Stored(Resumed):
         copied.grad = None if gradient is None else gradient.float()
         return copied
 
-    def _store(self, slot: Slot, stepped: torch.Tensor, own: dict[Any, Any]) -> list[torch.Tensor]:
+    def _store(self, slot: StoredParameter, stepped: torch.Tensor, own: dict[Any, Any]) -> list[torch.Tensor]:
         """Store a parameter that was stepped in fp32, and its states; return what rounding lost."""
         told: list[torch.Tensor] = []
         keyed = slot.keyed(self.storage.seed, self.update) if slot.is_random else None
@@ -332,7 +332,7 @@ class Stored(Resumed):
         own[slot.parameter] = slot.narrowed(own[slot.parameter], keyed)
         return told
 
-    def _tell_changed(self, slot: Slot, count: torch.Tensor) -> None:
+    def _tell_changed(self, slot: StoredParameter, count: torch.Tensor) -> None:
         """Tell, of each weight once, that somebody else wrote to it. count: of elements, or whether there are some."""
         if slot.name not in self._changed and int(count):
             self._changed.add(slot.name)
@@ -344,7 +344,7 @@ class Stored(Resumed):
     def _names_of(self, formula: Formula) -> tuple[str, ...]:
         return MOMENTS[type(self.optimizer)] if formula.is_adam or formula.momentum else ()
 
-    def _moments_of(self, slot: Slot) -> list[float]:
+    def _moments_of(self, slot: StoredParameter) -> list[float]:
         """Return the bytes of an element of each of the states in the weight's shape, as they are or will be."""
         states = [v for v in self.optimizer.state.get(slot.parameter, {}).values() if isinstance(v, torch.Tensor)]
         found = [part_of(one) for one in states if one.dim() and one.shape == slot.parameter.shape]
@@ -382,27 +382,3 @@ def _once(loss: Any) -> Callable[[], Any]:
 
 
 never_trace(_step_of)
-
-
-# -- parameters in place
-
-
-def _place(slot: Slot) -> None:
-    """Give a parameter its format, and keep what completes it."""
-    dtype, parameter = slot.dtype, slot.parameter
-    wide = slot.weight.float()
-    if parameter.dtype is not dtype:
-        _convert(parameter, torch.empty_like(slot.weight, dtype=dtype), slot.dtype_of_gradient)
-    elif slot.dtype_of_gradient is not dtype:
-        _convert(parameter, parameter.data, slot.dtype_of_gradient)
-    if slot.way != PLAIN:
-        slot.put(wide, None)
-
-
-def _convert(parameter: torch.Tensor, data: torch.Tensor, gradient: torch.dtype) -> None:
-    """Give a parameter other data, and gradients of a dtype; one that is there is converted."""
-    there, parameter.grad = parameter.grad, None
-    parameter.data = data
-    parameter.grad_dtype = gradient
-    if there is not None:
-        parameter.grad = there.to(gradient)

@@ -11,7 +11,7 @@ import torch
 
 from narrowcast.runtime.torch_bridge import evenly_spaced, values_of
 from narrowcast.runtime.torch_surface.modules import step_without_hooks
-from narrowcast.training.storage.slots import Slot
+from narrowcast.training.storage.slots import StoredParameter
 from narrowcast.training.storage.store import Stored, stored_of
 
 _SIDE, _MOST = 32, 1024
@@ -44,7 +44,11 @@ class Twin:
     """
 
     def __init__(
-        self, optimizer: Any, settings: Settings, weights: Sequence[torch.Tensor], as_stored: Slot | None = None
+        self,
+        optimizer: Any,
+        settings: Settings,
+        weights: Sequence[torch.Tensor],
+        as_stored: StoredParameter | None = None,
     ) -> None:
         self.weights = [torch.nn.Parameter(weight.clone()) for weight in weights]
         parameters = list(inspect.signature(type(optimizer).__init__).parameters.values())[2:]  # after self, parameters
@@ -57,7 +61,7 @@ class Twin:
         self._step = step_without_hooks(self.optimizer)
         stored = stored_of(optimizer)
         if stored is not None and as_stored is not None:
-            slots = [Slot.of(f"{n}", weight, as_stored.kept, 0) for n, weight in enumerate(self.weights)]
+            slots = [StoredParameter.of(f"{n}", weight, as_stored.kept, 0) for n, weight in enumerate(self.weights)]
             self._step = Stored(self.optimizer, stored.name, stored.storage, slots).step
 
     def step(self, gradients: Sequence[torch.Tensor], times: int = 1) -> None:

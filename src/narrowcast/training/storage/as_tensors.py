@@ -1,0 +1,108 @@
+"""States, settings and weights as plain tensors by name, and made of them again."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowcast.errors import RunError
+from narrowcast.training.storage.slots import StoredParameter
+
+
+def only_one(path: Path, names: list[str], key: str | None) -> str:
+    """Return the name under which a file has what is asked for."""
+    if key is not None and key in names:
+        return key
+    if key is not None or len(names) > 1:
+        found = f"what was stored is there under {', '.join(map(repr, names)) or 'no name'}"
+        raise RunError(f"load_state_dict({str(path)!r}, key={key!r})", found, advice="Name one of them as key=.")
+    return names[0] if names else ""
+
+
+def is_no_tensor(what: str) -> RunError:
+    """Return the error for what tensors cannot hold."""
+    advice = "Save optimizer.state_dict(), which has it, with torch.save."
+    return RunError("state_dict() as tensors", f"{what} is none", advice=advice)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether it is a number of Python."""
+    return isinstance(value, int | float)
+
+
+def copied(value: Any, slot: StoredParameter) -> Any:
+    """Return a copy of a saved state, on the device of its parameter; a number of one element stays where it is."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    return value.detach().to(slot.weight.device if value.dim() else value.device).clone()
+
+
+def check_shape(asked: str, what: str, value: torch.Tensor, slot: StoredParameter) -> None:
+    """Raise RunError for what has another shape than its parameter."""
+    if tuple(value.shape) != tuple(slot.parameter.shape):
+        found = f"{what} has shape {tuple(value.shape)}, the parameter {tuple(slot.parameter.shape)}"
+        raise RunError(asked, found, advice="Load it into the model that it was saved of.")
+
+
+def under(saved: Mapping[str, Any], start: str, whole: bool = False) -> dict[str, Any]:
+    """Return the entries whose names start so, without that; whole: with a slash next, or nothing."""
+    found = {name[len(start) :]: value for name, value in saved.items() if name.startswith(start)}
+    return {name: value for name, value in found.items() if not whole or not name or name[0] == "/"}
+
+
+def leaves(value: Any) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a group's setting, by place: of a tuple each."""
+    if isinstance(value, tuple | list):
+        yield from ((f"/{place}{part}", one) for place, row in enumerate(value) for part, one in leaves(row))
+    elif isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        yield "", float(value)
+
+
+def with_leaves(value: Any, numbers: Mapping[str, Any]) -> Any:
+    """Return a setting with other numbers, of the types that are there."""
+    if isinstance(value, tuple | list):
+        return type(value)(with_leaves(one, under(numbers, f"/{place}", whole=True)) for place, one in enumerate(value))
+    if "" not in numbers:
+        return value
+    if isinstance(value, torch.Tensor):
+        return torch.full_like(value, float(numbers[""]))
+    number = float(numbers[""])
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return bool(number) if isinstance(value, bool) else value
+    return int(number) if isinstance(value, int) and number.is_integer() else number
+
+
+def blocks_of(value: Any) -> dict[str, torch.Tensor]:
+    """Return a state as plain tensors by the ends of their names; a library's blocks as what they are made of."""
+    if type(value) is torch.Tensor or hasattr(value, "device_mesh"):
+        return {"": value.detach().clone(memory_format=torch.contiguous_format)}
+    if isinstance(value, bool | int | float):
+        return {f"/{type(value).__name__}": torch.tensor(value, dtype=_NUMBERS[type(value)], device="cpu")}
+    if hasattr(value, "codes"):
+        signed = torch.full((), bool(value.signed), dtype=torch.bool, device="cpu")
+        return {"/codes": value.codes.clone(), "/scale": value.scale.clone(), "/signed": signed}
+    return {}
+
+
+def made_of(parts: Mapping[str, Any], slot: StoredParameter) -> Any:
+    """Return a state of the tensors that `blocks_of` made of it, or as it is."""
+    if "/codes" in parts:
+        library: Any = importlib.import_module("torchao.optim.subclass_8bit")
+        shape, codes = slot.parameter.shape, parts["/codes"]
+        made = library.OptimState8bit.zeros(shape, signed=bool(parts["/signed"]), device=slot.weight.device)
+        made.codes.copy_(codes)
+        made.scale.copy_(parts["/scale"])
+        return made
+    for kind in _NUMBERS:
+        if f"/{kind.__name__}" in parts:
+            return kind(parts[f"/{kind.__name__}"])
+    return copied(parts[""], slot)
+
+
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+"""Numbers of Python among states, and the dtypes that hold them."""
