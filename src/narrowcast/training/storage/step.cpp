@@ -45,7 +45,8 @@ static Told steps(int64_t start, int64_t end, WEIGHT* __restrict weight, void* _
       WEIGHT rounded;
       nearest(master, rounded);
       const uint32_t follows = -uint32_t(wide(rounded) == before);
-      moved += ~follows & 1 & uint32_t(before == before);
+      const uint32_t is_one = -uint32_t(before == before);
+      moved += ~follows & is_one & 1;
       w = of_bits((bits_of(master) & follows) | (bits_of(before) & ~follows));
     }
     const uint32_t at = 2 * (uint32_t(start) + uint32_t(i)) + 1;
