@@ -324,8 +324,9 @@ class LoopObserver(Observer):
     def stepped(self, optimizer: Any) -> None:
         """Inspect the weights after an optimizer's step."""
         stored = stored_by(optimizer)
-        if stored is not None and stored.lost[-1] > LOST_OF_WEIGHTS:
-            what = f"{stored.lost[-1]:.0%} of the elements that a step should move stay where they were: what is added "
+        lost = 0.0 if stored is None else stored.lost[-1]
+        if lost > LOST_OF_WEIGHTS:
+            what = f"{lost:.0%} of the elements that a step should move stay where they were: what is added "
             todo = 'Declare what completes them: master = "remainder" or "fp32"; or rounding = "stochastic", "kahan".'
             self.add(UPDATES, f"{what}is less than half a unit of the weight", todo, loop_line())
         self._is_stepping = self._is_in_closure = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from narrowcast.errors import RunError
-from narrowcast.training.storage.slots import StoredParameter
+from narrowcast.training.storage.slots import StoredParameter, empty_blocks
 
 
 def only_one(path: Path, names: list[str], key: str | None) -> str:
@@ -55,6 +54,16 @@ def under(saved: Mapping[str, Any], start: str, whole: bool = False) -> dict[str
     return {name: value for name, value in found.items() if not whole or not name or name[0] == "/"}
 
 
+def states_in(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the states among what was saved: by parameter, and by what follows in their names."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in saved.items():
+        parameter, is_state, key = name.partition("/state/")
+        if is_state:
+            found.setdefault(parameter, {})[key] = value
+    return found
+
+
 def leaves(value: Any) -> Iterator[tuple[str, float]]:
     """Yield the numbers of a group's setting, by place: of a tuple each."""
     if isinstance(value, tuple | list):
@@ -92,10 +101,8 @@ def blocks_of(value: Any) -> dict[str, torch.Tensor]:
 def made_of(parts: Mapping[str, Any], slot: StoredParameter) -> Any:
     """Return a state of the tensors that `blocks_of` made of it, or as it is."""
     if "/codes" in parts:
-        library: Any = importlib.import_module("torchao.optim.subclass_8bit")
-        shape, codes = slot.parameter.shape, parts["/codes"]
-        made = library.OptimState8bit.zeros(shape, signed=bool(parts["/signed"]), device=slot.weight.device)
-        made.codes.copy_(codes)
+        made = empty_blocks(slot.parameter.shape, bool(parts["/signed"]), slot.weight.device)
+        made.codes.copy_(parts["/codes"])
         made.scale.copy_(parts["/scale"])
         return made
     for kind in _NUMBERS:

@@ -25,6 +25,7 @@ from narrowcast.training.storage.as_tensors import (
     leaves,
     made_of,
     only_one,
+    states_in,
     under,
     with_leaves,
 )
@@ -148,8 +149,7 @@ class Resumed:
         return sum(len(self.optimizer.state.get(slot.parameter, {})) for slot in self.slots)
 
     def _states(self) -> Iterator[tuple[str, torch.Tensor]]:
-        of_parameters = {id(slot.parameter) for slot in self.slots}
-        if any(id(one) not in of_parameters for one in self.optimizer.state):
+        if any(one not in self.of_parameter for one in self.optimizer.state):
             raise is_no_tensor("a state that belongs to no parameter")
         for slot in self.slots:
             for key, value in self.optimizer.state.get(slot.parameter, {}).items():
@@ -201,8 +201,7 @@ class Resumed:
         ]
 
     def _in_order(self) -> list[StoredParameter]:
-        by_id = {id(slot.parameter): slot for slot in self.slots}
-        return [by_id[id(one)] for group in self.optimizer.param_groups for one in group["params"]]
+        return [self.of_parameter[one] for one in optimized_by(self.optimizer)]
 
     def _check(self, saved: Mapping[str, Any], count: int | None = None) -> None:
         """Raise RunError unless what was saved can be restored. count: of states beside it; None, they are in it."""
@@ -230,6 +229,7 @@ class Resumed:
                 check_shape(asked, f"{kind} of {slot.name}", saved[f"{slot.name}/{kind}"], slot)
             found = "it is of parameters of other names or shapes"
             raise RunError(asked, found, advice="Load it into the model that it was saved of.")
+        inside = states_in(saved)
         for slot in self.slots:
             kinds = [kind for kind in RESTS.values() if f"{slot.name}/{kind}" in saved]
             wanted = [] if slot.rest is None else [RESTS[slot.way]]
@@ -240,10 +240,9 @@ class Resumed:
                 raise RunError(asked, f"{slot.name} in fp16 cannot hold its bf16", advice="Convert into bf16 or fp32.")
             for kind in (*kinds, *(["gradient"] if f"{slot.name}/gradient" in saved else [])):
                 check_shape(asked, f"{kind} of {slot.name}", saved[f"{slot.name}/{kind}"], slot)
-            self._check_states({0: under(saved, f"{slot.name}/state/")}, [slot])
-        here = {tuple(key.split("/state/")) for key in saved if "/state/" in key}
-        here = {(name, key.partition("/")[0]) for name, key in here}
-        found_states, states = len(here) if count is None else count, int(saved.get("states", -1))
+            self._check_states({0: inside.get(slot.name, {})}, [slot])
+        here = sum(len({key.partition("/")[0] for key in parts}) for parts in inside.values())
+        found_states, states = here if count is None else count, int(saved.get("states", -1))
         gradients = sum(name.endswith("/gradient") for name in saved)
         if digest and (found_states != states or int(saved["gradients"]) != gradients):
             found = f"{states} states and {int(saved['gradients'])} gradients of an accumulation were saved, "
@@ -275,14 +274,15 @@ class Resumed:
         self.update = int(saved["update"]) if "update" in saved else 0
 
     def _put_states(self, saved: Mapping[str, Any]) -> None:
+        inside, numbers = states_in(saved), under(saved, "groups/")
         for slot in self.slots:
-            parts = under(saved, f"{slot.name}/state/")
+            parts = inside.get(slot.name, {})
             keys = dict.fromkeys(key.partition("/")[0] for key in parts)
             self._put_state(slot, {key: made_of(under(parts, key, whole=True), slot) for key in keys})
         for number, group in enumerate(self.optimizer.param_groups):
             for key, value in list(group.items()):
                 if key != "params":
-                    group[key] = with_leaves(value, under(saved, f"groups/{number}/{key}", whole=True))
+                    group[key] = with_leaves(value, under(numbers, f"{number}/{key}", whole=True))
 
     def _put_state(self, slot: StoredParameter, state: dict[str, Any]) -> None:
         """Give a parameter its states, in the formats that they were saved in, or here are converted to."""

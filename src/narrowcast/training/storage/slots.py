@@ -153,13 +153,13 @@ def _eight_bits(state: torch.Tensor) -> Any:
     """Return a state in torchao's blocks of 256 codes; as it is where it is as small as torchao leaves alone."""
     if state.numel() < 4096 or state.numel() % 256:
         return state
-    try:
-        library: Any = importlib.import_module("torchao.optim.subclass_8bit")
-    except ImportError:
-        advice = 'pip install torchao, or write moments = "bf16".'
-        raise RunError('moments = "8bit"', "torchao, which has them, is not installed", advice=advice) from None
-    made = library.OptimState8bit.zeros(state.shape, signed=bool((state < 0).any()), block_size=256)
-    return made.to(state.device).copy_(state)
+    return empty_blocks(state.shape, bool((state < 0).any()), state.device).copy_(state)
+
+
+def empty_blocks(shape: torch.Size, signed: bool, device: torch.device) -> Any:
+    """Return a state of zeros in torchao's blocks of 256 codes."""
+    library: Any = importlib.import_module("torchao.optim.subclass_8bit")
+    return library.OptimState8bit.zeros(shape, signed=signed, block_size=256, device=device)
 
 
 def _places_of(name: str, parameter: torch.Tensor) -> tuple[int, torch.Tensor | None]:

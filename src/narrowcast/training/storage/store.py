@@ -77,9 +77,11 @@ class Stored(Resumed):
         self, optimizer: Any, name: str, storage: Storage, slots: list[StoredParameter], notes: Sequence[str] = ()
     ) -> None:
         self.name, self.storage, self.optimizer, self.slots = name, storage, optimizer, slots
-        self.update, self.notes = 0, list(notes)
+        self.update = 0
         self.of_parameter = {slot.parameter: slot for slot in slots}
         self._passes = Passes(sum(slot.weight.numel() for slot in slots))
+        self.notes = self._passes.notes
+        self.notes += notes
         self._told: list[tuple[torch.Tensor, ...] | float] = []
         self._changed: set[str] = set()
         self._copies: dict[StoredParameter, torch.nn.Parameter] = {}
@@ -137,9 +139,10 @@ class Stored(Resumed):
         return sizes
 
     def __repr__(self) -> str:
-        before, now = map(sum, zip(*self.sizes().values(), strict=True))
+        sizes = self.sizes()
+        before, now = map(sum, zip(*sizes.values(), strict=True))
         count = max(1, sum(slot.weight.numel() for slot in self.slots))
-        kinds = ", ".join(f"{kind} {b / count:.3g}" for kind, (_, b) in self.sizes().items() if b)
+        kinds = ", ".join(f"{kind} {b / count:.3g}" for kind, (_, b) in sizes.items() if b)
         return f"<{self.name}: {now / count:.3g} bytes per parameter ({kinds}), {before / count:.3g} before>"
 
     def loses_nothing(self, parameter: torch.Tensor) -> bool:
