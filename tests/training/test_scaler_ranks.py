@@ -1,18 +1,14 @@
 """nc.Scaler where gradients are sharded: all ranks skip the same steps. Two processes, which talk over gloo."""
 
-import json
-import subprocess
-import sys
+from two_ranks import run_on_two_ranks
 
 PROGRAM = '''
-import json, multiprocessing, sys, warnings
-import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 import narrowcast as nc
 from narrowcast.training.scaler.scaler import Scaler
 
-FOLDER, INF = sys.argv[1], float("inf")
+INF = float("inf")
 
 def sharded(rank, kind, fused):
     """FSDP2: at the second of three steps rank 0 alone holds what is not finite."""
@@ -59,35 +55,15 @@ def closure(rank):
     scaler.update()
     return [result.skipped, weight.tolist(), scaler.get_scale()]
 
-def work(rank):
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{FOLDER}/meet", rank=rank, world_size=2)
+def found(rank):
     found = {f"{kind} {fused}": sharded(rank, kind, fused) for kind in ("ours", "torch") for fused in (False, True)}
-    found["group"], found["closure"] = grouped(rank), closure(rank)
-    with open(f"{FOLDER}/{rank}.json", "w") as file:
-        json.dump(found, file)
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=work, args=(rank,), daemon=True) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(100)
-    sys.exit(sum(rank.exitcode != 0 for rank in ranks))
+    return found | {"group": grouped(rank), "closure": closure(rank)}
 '''
 
 
 def test_all_ranks_skip_the_same_steps(tmp_path):
     """FSDP2 with and without a fused optimizer, as torch's scaler to the bit; groups of plain tensors; closures."""
-    program = tmp_path / "ranks.py"
-    program.write_text(PROGRAM, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    ranks = run_on_two_ranks(PROGRAM, tmp_path)
     for rank, found in enumerate(ranks):
         for fused in (False, True):
             ours = found[f"ours {fused}"]

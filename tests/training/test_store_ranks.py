@@ -1,23 +1,20 @@
 """nc.store with shards and replicas: two processes, which talk over gloo; a checkpoint of both is read by one."""
 
 import json
-import subprocess
-import sys
 
 import torch
 import torch.distributed.checkpoint as dcp
+from two_ranks import run_on_two_ranks
 
 import narrowcast as nc
 
 PROGRAM = '''
-import json, multiprocessing, sys, warnings
-import torch, torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import narrowcast as nc
 
-FOLDER, FORMS = sys.argv[1], json.loads(sys.argv[2])
+FORMS = json.loads(sys.argv[2])
 X, Y = (torch.randn(8, n, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (6, 3))
 
 def net():
@@ -108,24 +105,9 @@ def words(rank):
     forms = ({"weight": "bf16"}, {"gradient": "bf16"}, {"moments": "bf16"})
     return [said(make, form) for make in (replica, shard) for form in forms]
 
-def work(rank):
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{FOLDER}/meet", rank=rank, world_size=2)
+def found(rank):
     found = {f"{n} {m}": resumed(rank, n, form, m) for n, form in FORMS.items() for m in ("AdamW", "RMSprop")}
-    found |= {"words": same_words(rank), "replicas": replicated(rank), "said": words(rank)}
-    with open(f"{FOLDER}/{rank}.json", "w") as file:
-        json.dump(found, file)
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=work, args=(rank,), daemon=True) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(100)
-    sys.exit(sum(rank.exitcode != 0 for rank in ranks))
+    return found | {"words": same_words(rank), "replicas": replicated(rank), "said": words(rank)}
 '''
 BF16 = {"weight": "bf16"}
 FORMS = {
@@ -137,13 +119,7 @@ FORMS = {
 
 def test_shards_and_replicas_are_stored_and_resumed(tmp_path):
     """FSDP2 and DDP: alike on both ranks, resumed bit for bit on two, and read by one; what cannot be is refused."""
-    program = tmp_path / "ranks.py"
-    program.write_text(PROGRAM, encoding="utf-8")
-    given = [sys.executable, str(program), str(tmp_path), json.dumps(FORMS)]
-    done = subprocess.run(given, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+    for found in run_on_two_ranks(PROGRAM, tmp_path, json.dumps(FORMS)):
         buckets, reduced, noted, converted, shards, both = found.pop("said")
         assert found.pop("words") == [True, True]
         assert all(found.values()), found
