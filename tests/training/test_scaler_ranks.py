@@ -1,5 +1,10 @@
 """nc.Scaler where gradients are sharded: all ranks skip the same steps. Two processes, which talk over gloo."""
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
 from two_ranks import run_on_two_ranks
 
 PROGRAM = '''

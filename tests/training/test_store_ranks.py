@@ -1,12 +1,17 @@
 """nc.store with shards and replicas: two processes, which talk over gloo; a checkpoint of both is read by one."""
 
 import json
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from two_ranks import run_on_two_ranks
 
 import narrowcast as nc
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from two_ranks import run_on_two_ranks
 
 PROGRAM = '''
 import torch.distributed.checkpoint as dcp
