@@ -50,7 +50,7 @@ from narrowcast.runtime.torch_bridge import FORMATS
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.dispatch import storage_key
-from narrowcast.runtime.torch_surface.modules import bytes_stored, is_stored_low
+from narrowcast.runtime.weights.stored import bytes_stored, is_stored_low
 
 
 def explain(

@@ -26,8 +26,9 @@ from narrowcast.runtime.sites.python_stack import find_site, loop_line
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts
 from narrowcast.runtime.torch_surface.autograd import current_autograd_node, current_graph_task
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, op_name, overload_name, without_functions
-from narrowcast.runtime.torch_surface.modules import loses_nothing, optimized_by, told_of_optimizer_steps
+from narrowcast.runtime.torch_surface.modules import optimized_by, told_of_optimizer_steps
 from narrowcast.runtime.torch_surface.state import is_enabled
+from narrowcast.runtime.weights.stored import loses_nothing
 
 
 class Adviser:

@@ -15,7 +15,8 @@ from narrowcast.observation.restore.attributes import Attributes
 from narrowcast.observation.statistics.by_storage import has_storage, where_it_lies
 from narrowcast.runtime.torch_surface.autograd import is_leaf
 from narrowcast.runtime.torch_surface.fx import FakeTensor, is_functorch_wrapped_tensor
-from narrowcast.runtime.torch_surface.modules import is_uninitialized, optimized_by, stored_by
+from narrowcast.runtime.torch_surface.modules import is_uninitialized, optimized_by
+from narrowcast.runtime.weights.stored import stored_by
 
 T = TypeVar("T")
 

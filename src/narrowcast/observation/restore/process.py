@@ -18,10 +18,10 @@ from narrowcast.runtime.torch_surface.fx import FakeTensor
 from narrowcast.runtime.torch_surface.modules import (
     by_no_other_thread,
     optimized_by,
-    stored_by,
     told_of_module_calls,
     told_of_optimizer_steps,
 )
+from narrowcast.runtime.weights.stored import stored_by
 
 
 class Process:

@@ -1,1 +1,1 @@
-"""Casts of weights that are kept: in a region, between calls, and in torch's own cache."""
+"""Casts of weights that are kept: in a region, between calls, in the cache of torch; and what stores weights."""

@@ -22,7 +22,7 @@ from narrowcast.runtime.torch_bridge import LOW, OpFacts, is_random, is_weight, 
 from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.runtime.torch_surface.autograd import current_autograd_node, current_graph_task, in_hook
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE, UPDATE_SCALE
-from narrowcast.runtime.torch_surface.modules import stored_by
+from narrowcast.runtime.weights.stored import stored_by
 from narrowcast.training.check.backwards import Backwards
 from narrowcast.training.check.casts import Reduced, Stale, cast_again, casts_beside
 from narrowcast.training.check.exact import LOST_OF_WEIGHTS, UPDATES, Begun, Exact, no_longer_finite, told

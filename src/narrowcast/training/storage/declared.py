@@ -19,12 +19,11 @@ from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, LOW, is_sharded_ten
 from narrowcast.runtime.torch_surface.modules import (
     formats_of_wrapper,
     has_schedule,
-    holder_of,
     is_sharded,
     optimized_by,
-    stored_by,
     without_wrapper,
 )
+from narrowcast.runtime.weights.stored import holder_of, stored_by
 from narrowcast.training.storage.slots import StoredParameter
 
 

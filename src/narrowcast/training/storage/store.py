@@ -17,14 +17,12 @@ from narrowcast.runtime.torch_surface.dispatch import quietly, version_of
 from narrowcast.runtime.torch_surface.dynamo import never_trace
 from narrowcast.runtime.torch_surface.grad_scaling import innermost, keep_scale_outside, take_scale
 from narrowcast.runtime.torch_surface.modules import (
-    STORED,
     hooked_step,
-    note_stored,
     optimized_by,
     step_for_schedules,
     step_without_hooks,
-    stored_by,
 )
+from narrowcast.runtime.weights.stored import STORED, note_stored, stored_by
 from narrowcast.training.storage.declared import declared_by, notes_on, slots_of
 from narrowcast.training.storage.passes import MOMENTS, Formula, Passes, formula_of, numbers_of
 from narrowcast.training.storage.resumed import Resumed
