@@ -137,6 +137,21 @@ def hooked_step(optimizer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
     return torch.optim.Optimizer.profile_hook_step(step) if is_torch else step
 
 
+def told_of_replicas(model: Module, tell: Callable[[Any], object]) -> Any:
+    """Call a function with each DistributedDataParallel that is made around a model, or a part of it, from now on.
+
+    Returns a handle, whose `remove()` ends it.
+    """
+    own = {id(one) for one in model.parameters()}
+
+    def hear(outer: Module, name: str, inner: Any) -> None:
+        if isinstance(outer, torch.nn.parallel.DistributedDataParallel) and isinstance(inner, Module):
+            if any(id(one) in own for one in inner.parameters()):
+                tell(outer)
+
+    return torch.nn.modules.module.register_module_module_registration_hook(hear)
+
+
 def has_schedule(optimizer: Any) -> bool:
     """Return whether a schedule of its learning rate counts an optimizer's steps."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")

@@ -140,13 +140,10 @@ def notes_on(
     left = [name for name, one in model.named_parameters() if id(one) not in own]
     if left:
         notes.append(f"Of no group, and as before: {left[0]}{and_more(len(left) - 1, 'parameter')}.")
-    sharded = any(is_sharded_tensor(slot.parameter) for slot in slots)
     reduced = {formats_of_wrapper(one).get("reduce_dtype") for one in model.modules() if is_sharded(one)} - {None}
     for dtype in reduced:
         if dtype in LOW:
             notes.append(f"fully_shard reduces gradients in {FORMATS[dtype]}: MixedPrecisionPolicy(reduce_dtype=...).")
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and not sharded:
-        notes.append("Of replicas only weights are made equal by DistributedDataParallel: make models by one seed.")
     if not isinstance(optimizer, torch.optim.Optimizer):
         text = "optimizer.state_dict() does not have what is kept besides the weights: save state_dict() of this, too."
         notes.append(f"{type(optimizer).__name__} is none of torch.optim's classes: {text}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import finalize, ref
 
 import torch
 
@@ -21,6 +22,7 @@ from narrowcast.runtime.torch_surface.modules import (
     optimized_by,
     step_for_schedules,
     step_without_hooks,
+    told_of_replicas,
 )
 from narrowcast.runtime.weights.stored import STORED, note_stored, stored_by
 from narrowcast.training.storage.declared import declared_by, notes_on, slots_of
@@ -50,7 +52,9 @@ def store(model: torch.nn.Module, optimizer: Any, storage: Policy | str | Path |
     name, declared = declared_by(storage)
     inner = innermost(optimizer)
     slots, unmatched = slots_of(model, inner, declared)
-    return Stored(inner, name, declared, slots, notes_on(model, inner, slots, unmatched))
+    stored = Stored(inner, name, declared, slots, notes_on(model, inner, slots, unmatched))
+    stored.hear_of_replicas(model)
+    return stored
 
 
 def stored_of(optimizer: Any) -> Stored | None:
@@ -85,6 +89,7 @@ class Stored(Resumed):
         self._copies: dict[StoredParameter, torch.nn.Parameter] = {}
         self._sums = {}
         self._used = {}
+        self._replicas: Callable[[], Any] = lambda: None
         self._is_on = True
         with quietly():
             for slot in slots:
@@ -180,6 +185,27 @@ class Stored(Resumed):
                 self.optimizer.step = self._step_before
         delattr(self.optimizer, STORED)
 
+    def hear_of_replicas(self, model: torch.nn.Module) -> None:
+        """Note the DistributedDataParallel that is made around a model later: it makes weights equal on all ranks."""
+        if torch.distributed.is_available():
+            own = ref(self)
+
+            def tell(outer: Any) -> None:
+                stored = own()
+                if stored is not None:
+                    stored._replicas = ref(outer)
+
+            self._handles.append(told_of_replicas(model, tell))
+            finalize(self, self._handles[-1].remove)
+
+    def _follow_first_rank(self) -> None:
+        """Take what is kept besides weights from the rank that DistributedDataParallel took weights from."""
+        outer, self._replicas = self._replicas(), lambda: None
+        for slot in self.slots if outer is not None else ():
+            if slot.rest is not None:
+                torch.distributed.broadcast(slot.rest.view(torch.uint8), group_src=0, group=outer.process_group)
+            self._note_bits(slot)
+
     # -- a step
 
     def step(self, *given: Any, **named: Any) -> Any:
@@ -196,6 +222,7 @@ class Stored(Resumed):
             raise RunError("a step", f"a parameter of shape {tuple(new.shape)} was added later", advice=advice)
         self._check_formats()
         with quietly():
+            self._follow_first_rank()
             own = list(self._own_slots())
             stepped = {id(slot) for slot, _, _ in own}
             lent = [slot for slot in self.slots if id(slot) not in stepped]
