@@ -17,7 +17,7 @@ from narrowcast.reports.results.findings import Finding, GradientFigures, Inspec
 from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph
 from narrowcast.reports.results.invariance import Invariance, Variant
 from narrowcast.reports.results.ledger import Ledger
-from narrowcast.reports.results.parity import Cause, Parity, Routed, Share, distance_in_nats
+from narrowcast.reports.results.parity import Cause, ModuleShare, Parity, Routed, distance_in_nats
 from narrowcast.reports.results.profile import Profile
 from narrowcast.reports.results.repair import RAISED, Matmuls, Repair, RepairRule, RepairStep
 from narrowcast.reports.results.run import Run
@@ -297,7 +297,10 @@ def a_parity():
         Cause("attribute", *eps, 0.18, 0.01, True, "layer.1.norm", f"{FILE}:7"),
         Cause("routing", "1 call chooses otherwise", "replay the choices", 0.01, 0.002, False, "layer.1.router"),
     ]
-    found.shares = [Share("layer.0", "layer.0", "", 0.18, 0.17, f"{FILE}:3"), Share(SCRIPT, "b", "layer.0", 0.17, 0.0)]
+    found.shares = [
+        ModuleShare("layer.0", "layer.0", "", 0.18, 0.17, f"{FILE}:3"),
+        ModuleShare(SCRIPT, "b", "layer.0", 0.17, 0.0),
+    ]
     found.routed = [Routed("layer.1.router", "aten.topk.default", f"{FILE}:9", 1, 3)]
     found.environment = [("packages.torch", "2.13.0", f"2.14.1 {SCRIPT}")]
     found.notes = [f"a note {SCRIPT}"]

@@ -14,8 +14,8 @@ from narrowcast.analysis.diff.given_numbers import other_numbers, scaled_before
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.pieces import (
     UNLIKE,
-    Distance,
     Piece,
+    PieceDistance,
     Whole,
     beside,
     distance,
@@ -48,7 +48,7 @@ Join = Callable[[Sequence[Piece]], Piece | None]
 class Values:
     """The values of two sides. as_read: the differences of results as the calls that read them show them."""
 
-    def __init__(self, a: Side, b: Side, kept: KeptTensors, as_read: Mapping[Aligned, Distance]) -> None:
+    def __init__(self, a: Side, b: Side, kept: KeptTensors, as_read: Mapping[Aligned, PieceDistance]) -> None:
         self.sides = (a, b)
         self.round_off = RoundOff(a, b)
         self._as_read, self._growths = as_read, dict[tuple[int, int, int], float]()
@@ -57,12 +57,12 @@ class Values:
         self._scaled = cache(partial(scaled_before, self.sides))
         self._whole: Whole | None = kept.distance if len(a.runs) == len(b.runs) == 1 else None
 
-    def _results(self, pair: Aligned, is_equal: bool = False) -> Distance:
+    def _results(self, pair: Aligned, is_equal: bool = False) -> PieceDistance:
         """Compare the results of the calls: of one op all that not only a backward reads, of two ops the first.
         is_equal: they read the same bits in the same formats.
         """
         if self._is_of_its_rank(pair) or pair.a[0].id.is_sum_of_gradients:
-            return Distance()
+            return PieceDistance()
         first = pair.a[0].call, pair.b[0].call
         is_same = len(pair.a) == len(pair.b) == 1 and first[0].id.op == first[1].id.op
         count = min(len(call.outputs) for call in first) if is_same else 1
@@ -74,7 +74,7 @@ class Values:
                     difference = self._as_read.get(pair) or self._between(module_call, pick, beside)
                     distances.append(replace(difference, growth=self._growth(module_call, n, is_equal)))
         known = [one for one in distances if one.is_known]
-        return max(known, key=lambda one: one.relative / one.growth, default=Distance())
+        return max(known, key=lambda one: one.relative / one.growth, default=PieceDistance())
 
     def bound_shown(self, pair: Aligned) -> float:
         """Return the rounding bound of the results; in a low format the bound of fp32, unless they are further apart
@@ -129,7 +129,7 @@ class Values:
             factors.append(growth(bundle.id.op, position, inputs, piece, out, is_backward, is_equal))
         return max(factors)
 
-    def inputs(self, pair: Aligned) -> dict[str, Distance]:
+    def inputs(self, pair: Aligned) -> dict[str, PieceDistance]:
         """Compare inputs besides weights, by name; of two ops the main input, without a name."""
         a, b = pair.a[0], pair.b[0]
         if len(pair.a) == len(pair.b) == 1 and a.id.op == b.id.op:
@@ -171,7 +171,7 @@ class Values:
         far, band = range_difference(one, other), band_of_formats([one.format, other.format])
         return (_row_of("weight", one.format, other.format, far),) if far > band else ()
 
-    def between(self, a: int, b: int) -> Distance:
+    def between(self, a: int, b: int) -> PieceDistance:
         """Compare two tensors, by their numbers in the first ranks' runs."""
         return distance(self.sides[0].piece(0, a), self.sides[1].piece(0, b), self._whole)
 
@@ -184,7 +184,7 @@ class Values:
         apart = self.between(*(row["value"] for row in rows)).relative
         return apart if apart <= NEAR else 0.0
 
-    def gradients(self, a: Sequence[str], b: Sequence[str]) -> tuple[Distance, float]:
+    def gradients(self, a: Sequence[str], b: Sequence[str]) -> tuple[PieceDistance, float]:
         """Compare gradients of parameters, several of one side in the order in which they are one of the other; also
         return by how much errors grow where they are computed: that of a bias before a norm is zero but for errors.
         """
@@ -193,7 +193,7 @@ class Values:
                    for side, names in sides]  # fmt: skip
         grown = max([1.0, *(self._growth_where_made(n, number) for n, side in enumerate(numbers) for number in side)])
         if not all(numbers):
-            return Distance(), grown
+            return PieceDistance(), grown
         values = self._of_parameters(a, b)
         pieces = [[side.piece(0, n) for n in of_side] for (side, _), of_side in zip(sides, numbers, strict=True)]
         if list(map(len, values)) != list(map(len, pieces)):
@@ -209,7 +209,7 @@ class Values:
         placed = self.sides[side].place_in_maker(number)
         return 1.0 if placed is None else self.growth_of(side, *placed)
 
-    def _in_order(self, a: Sequence[Piece], b: Sequence[Piece]) -> Distance:
+    def _in_order(self, a: Sequence[Piece], b: Sequence[Piece]) -> PieceDistance:
         join = beside if a[0].dimensions < 2 else stacked
         return distance(join(a), join(b), self._whole)
 
@@ -235,7 +235,7 @@ class Values:
         return self._in_any_order(a, b).relative <= LEAST_BAND
 
     @staticmethod
-    def _in_any_order(a: Sequence[Piece], b: Sequence[Piece]) -> Distance:
+    def _in_any_order(a: Sequence[Piece], b: Sequence[Piece]) -> PieceDistance:
         return distance(in_any_order(a), in_any_order(b))
 
     def _is_of_its_rank(self, pair: Aligned) -> bool:
@@ -289,11 +289,11 @@ class Values:
         read = [(side, ranks[0], same) for (side, bundles), same in rows for ranks in bundles[0].module_calls]
         return all(side.is_given(placed, same) for side, placed, same in read)  # later ones: by an inner step, perhaps
 
-    def _between(self, pair: Aligned, pick: Pick, join: Join) -> Distance:
+    def _between(self, pair: Aligned, pick: Pick, join: Join) -> PieceDistance:
         """Return the largest distance over module calls and ranks; where their numbers differ, that of all as one."""
         a, b = (self._turns(side, bundles, pick, join) for side, bundles in self._both(pair))
         if not a or not b:
-            return Distance()
+            return PieceDistance()
         if len(a) == len(b):
             return _worst(self._ranks(x, y) for x, y in zip(a, b, strict=True))
         for at in (0, -1):  # the same in each module call; or a cache at its full length
@@ -302,10 +302,10 @@ class Values:
         whole_a, whole_b = ([stacked(ranks) for ranks in module_calls] for module_calls in (a, b))
         one, other = ([p for p in whole if p is not None] for whole in (whole_a, whole_b))
         if len(one) < len(a) or len(other) < len(b):
-            return Distance()
+            return PieceDistance()
         return in_best_module_calls(one, other, self._whole)
 
-    def _ranks(self, a: list[Piece], b: list[Piece]) -> Distance:
+    def _ranks(self, a: list[Piece], b: list[Piece]) -> PieceDistance:
         if len(a) == len(b):
             return _worst(distance(x, y, self._whole) for x, y in zip(a, b, strict=True))
         if _size(a[0]) == _size(b[0]):  # the same on all ranks
@@ -375,9 +375,9 @@ def _size(piece: Piece) -> tuple[int, int, int]:
     return piece.sequences, piece.tokens, piece.columns
 
 
-def _worst(distances: Iterable[Distance]) -> Distance:
+def _worst(distances: Iterable[PieceDistance]) -> PieceDistance:
     known = [one for one in distances if one.is_known]
-    return max(known, key=lambda one: one.relative) if known else Distance()
+    return max(known, key=lambda one: one.relative) if known else PieceDistance()
 
 
 def _row_of(name: str, a: str, b: str, difference: float) -> tuple[str, str, str]:

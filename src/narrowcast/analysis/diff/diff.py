@@ -24,7 +24,7 @@ from narrowcast.analysis.diff.gradients import common_factor
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.moved import moved_apart, moved_by_one_alone, trained_by_one_alone
 from narrowcast.analysis.diff.outcomes import BAND_OF_LOW
-from narrowcast.analysis.diff.pieces import Distance
+from narrowcast.analysis.diff.pieces import PieceDistance
 from narrowcast.analysis.diff.rows import Judging
 from narrowcast.analysis.diff.settings import other_step
 from narrowcast.analysis.diff.sides import Bundle, Side
@@ -120,7 +120,7 @@ def _compared(runs: Sequence[list[Run]], names: tuple[str, str], asked: RunMappi
     pairs, left_out = align(sides[0], sides[1], asked)
     kept = KeptTensors(sides[0].runs[0], sides[1].runs[0])
     result = RunDifferences(*names, environment=environments(*(side.runs[0].environment for side in sides)))
-    as_read: dict[Aligned, Distance] = {}
+    as_read: dict[Aligned, PieceDistance] = {}
     judged = 0
     while True:
         judging = Judging(Values(sides[0], sides[1], kept, as_read), pairs)

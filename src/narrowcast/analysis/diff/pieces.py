@@ -120,25 +120,25 @@ def stacked(pieces: Sequence[Piece], outer: int = 1) -> Piece | None:
     return _joined(pieces, outer, before, first.columns, rows)
 
 
-def in_best_order(a: Sequence[Piece], b: Sequence[Piece], whole: Whole | None = None) -> Distance:
+def in_best_order(a: Sequence[Piece], b: Sequence[Piece], whole: Whole | None = None) -> PieceDistance:
     """Return the distance of two sides with different numbers of module calls, in the closest order of rows:
     shapes do not show how flattened rows lie in a batch. Nothing where one side has rows that the other has not, unless
     it is the end of each sequence that is missing.
     """
     if sum(p.count for p in a) != sum(p.count for p in b) and len({p.sequences for p in (*a, *b)}) > 1:
-        return Distance()
+        return PieceDistance()
     shared = math.gcd(*(piece.count for piece in (*a, *b)))
-    distances: list[tuple[int, Distance]] = []
+    distances: list[tuple[int, PieceDistance]] = []
     for outer in _divisors(shared):
         one, other = ((stacked(side, outer) if len(side) > 1 else _parted(side[0], outer)) for side in (a, b))
         if one is not None and other is not None:
             distances.append((len(one.rows.keys() & other.rows.keys()), distance(one, other, whole)))
     known = [(count, each) for count, each in distances if each.is_known]
     most = max((count for count, _ in known), default=0)
-    return min((each for count, each in known if 2 * count >= most), key=lambda d: d.relative, default=Distance())
+    return min((each for count, each in known if 2 * count >= most), key=lambda d: d.relative, default=PieceDistance())
 
 
-def in_best_module_calls(a: Sequence[Piece], b: Sequence[Piece], whole: Whole | None = None) -> Distance:
+def in_best_module_calls(a: Sequence[Piece], b: Sequence[Piece], whole: Whole | None = None) -> PieceDistance:
     """Return the same of sides that both have several module calls: all concatenated; or, where a module is called
     more than once in each step, each of its calls by itself. Nothing is known where they are unrelated in each order.
     """
@@ -148,8 +148,8 @@ def in_best_module_calls(a: Sequence[Piece], b: Sequence[Piece], whole: Whole | 
         each = [in_best_order(a[n::fewer], b[n::fewer], whole) for n in range(fewer)]
         if all(one.is_known for one in each):
             distances.append(max(each, key=lambda one: one.relative))
-    best = min((one for one in distances if one.is_known), key=lambda one: one.relative, default=Distance())
-    return best if fewer == 1 or best.relative < UNLIKE else Distance()
+    best = min((one for one in distances if one.is_known), key=lambda one: one.relative, default=PieceDistance())
+    return best if fewer == 1 or best.relative < UNLIKE else PieceDistance()
 
 
 def _divisors(number: int) -> list[int]:
@@ -185,7 +185,7 @@ _ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Distance:
+class PieceDistance:
     """The relative distance of two pieces (L2; of ranges, to the largest magnitude): NaN where that is not known.
 
     by: what was compared, `TENSORS`, `SKETCHES`, `STATISTICS`, `RANGES` or nothing. is_part: one has elements that the
@@ -216,27 +216,27 @@ Whole = Callable[[TensorFacts, TensorFacts], float | None]
 """Returns the relative distance of two tensors that the runs kept; None if one of them was not."""
 
 
-def distance(a: Piece | None, b: Piece | None, whole: Whole | None = None) -> Distance:
+def distance(a: Piece | None, b: Piece | None, whole: Whole | None = None) -> PieceDistance:
     """Return the distance of two pieces, from the best that both runs kept."""
     if a is None or b is None or not (a.is_seen and b.is_seen) or _are_masks(a, b):
-        return Distance()
+        return PieceDistance()
     if whole is not None and a.facts is not None and b.facts is not None and a.facts.shape == b.facts.shape:
         relative = whole(a.facts, b.facts)
         if relative is not None:
-            return Distance(relative, TENSORS)
+            return PieceDistance(relative, TENSORS)
     is_part = a.elements != b.elements
     if a.is_finite != b.is_finite:
-        return Distance(math.inf, RANGES, is_part)
+        return PieceDistance(math.inf, RANGES, is_part)
     orders = [sketch.sketch_distance(one, other) for one, other in _in_same_order(a, b)]
     most = max((len(each) for _, each in orders), default=0)
     by_rows, each = min((one for one in orders if most and 2 * len(one[1]) >= most), default=(math.nan, []))
     in_all = math.nan if is_part else _of_statistics(a, b)
     if each and a.largest and not any(row[sketch.SUMS] for rows in (a.rows, b.rows) for row in rows.values()):
-        return Distance()  # these rows are a margin of zeros, as images have one
+        return PieceDistance()  # these rows are a margin of zeros, as images have one
     if each:
         relative = by_rows if math.isnan(in_all) else max(by_rows, in_all)
-        return Distance(relative, SKETCHES, is_part, each[-1], each[(len(each) - 1) // 2], len(each))
-    return Distance(in_all, NOTHING if is_part else STATISTICS if a.is_whole and b.is_whole else RANGES, is_part)
+        return PieceDistance(relative, SKETCHES, is_part, each[-1], each[(len(each) - 1) // 2], len(each))
+    return PieceDistance(in_all, NOTHING if is_part else STATISTICS if a.is_whole and b.is_whole else RANGES, is_part)
 
 
 def _are_masks(a: Piece, b: Piece) -> bool:

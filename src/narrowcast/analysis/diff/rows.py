@@ -21,7 +21,7 @@ from narrowcast.analysis.diff.outcomes import (
     band_of_all,
     nearest,
 )
-from narrowcast.analysis.diff.pieces import RANGES, SKETCHES, STATISTICS, TENSORS, Distance
+from narrowcast.analysis.diff.pieces import RANGES, SKETCHES, STATISTICS, TENSORS, PieceDistance
 from narrowcast.analysis.diff.places import Places
 from narrowcast.analysis.diff.returned import Returned
 from narrowcast.analysis.diff.round_off import BAND
@@ -52,7 +52,7 @@ class Judging:
         """The pairs whose inputs show that."""
         self.makers = Makers(values.sides[0]), Makers(values.sides[1])
         self.paired = [{bundle: pair for pair in pairs for bundle in (pair.a, pair.b)[n]} for n in range(2)]
-        self.as_read: dict[Aligned, Distance] = {}
+        self.as_read: dict[Aligned, PieceDistance] = {}
         """The differences of results of other shapes, as a pair of calls shows them that reads both in one shape."""
         self._of_pairs: dict[Aligned, float] = {}
         self._by: dict[Aligned, str] = {}
@@ -138,8 +138,8 @@ class Judging:
         return list(map(len, others if all(losses) and is_same else alone))
 
     def _verdict(
-        self, pair: Aligned, result: Distance, band: float, before: float, is_given: bool, is_proved: bool, reason: str,
-        is_among_others: bool,
+        self, pair: Aligned, result: PieceDistance, band: float, before: float, is_given: bool, is_proved: bool,
+        reason: str, is_among_others: bool,
     ) -> tuple[str, str]:  # fmt: skip
         if not result.is_known:
             return NOT_COMPARED, "what both runs kept of it cannot be compared"
@@ -169,7 +169,7 @@ class Judging:
             return NOT_COMPARED, "each is a number of its own part: a loss over one micro-batch, or over all"
         return DIFFERS, UNEXPLAINED
 
-    def _has_moved(self, pair: Aligned, result: Distance, band: float) -> bool:
+    def _has_moved(self, pair: Aligned, result: PieceDistance, band: float) -> bool:
         """Return whether a call of a loop reads a weight, and differs by what steps in these formats may move it."""
         first, reads = module_calls_of(pair)[0], any(bundle.weight is not None for bundle in (*pair.a, *pair.b))
         if not reads or not all(side.moves_weights for side in self.values.sides):
@@ -204,7 +204,7 @@ class Judging:
         later = any(x.position > of.position for x, of in choosers)
         return later and self.values.results(module_calls_of(pair)[0]).relative <= band
 
-    def _reads_other(self, pair: Aligned, name: str, inputs: Distance) -> str:
+    def _reads_other(self, pair: Aligned, name: str, inputs: PieceDistance) -> str:
         """Return why an argument differs by more than the calls that made it explain: empty if due to calls without a
         partner, which are noted; else as text, since another call made it, or none. Empty, too, for a part alone (one
         run expands it).
@@ -240,7 +240,7 @@ class Judging:
             return OF_PARTS if difference > (least if least < BAND_OF_LOW else max(least, _OTHERS)) else ""
         return "" if made_by[0] & made_by[1] or not all(made_by) else OF_OTHERS
 
-    def _note_as_read(self, read: Sequence[Sequence[int]], inputs: Distance, a: Upstream, b: Upstream) -> None:
+    def _note_as_read(self, read: Sequence[Sequence[int]], inputs: PieceDistance, a: Upstream, b: Upstream) -> None:
         """Note the difference of inputs as that of the one pair of calls that made them, if only statistics of its
         results could be compared.
         """

@@ -15,8 +15,8 @@ import torch
 from narrowcast.analysis.parity.attributes import Other, other_attributes, with_attributes
 from narrowcast.analysis.parity.exchange import Kept, Results
 from narrowcast.analysis.parity.partners import Partners
-from narrowcast.analysis.parity.programs import Change, Live, Program, distance
-from narrowcast.analysis.parity.weights import Source, different, pair_weights, with_parameters
+from narrowcast.analysis.parity.programs import Change, Compared, Live, distance
+from narrowcast.analysis.parity.weights import MadeOfRows, different, pair_weights, with_parameters
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.trial import parameters_of
@@ -42,7 +42,7 @@ class Search:
         self.changes: list[Change] = []
         self._region_of = b
         self.left, self.runs = whole, 0
-        self._pairs: dict[str, Source] = pair_weights(self.of_a, self.of_b, partners)
+        self._pairs: dict[str, MadeOfRows] = pair_weights(self.of_a, self.of_b, partners)
 
     # -- what is tried -----------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class Search:
     def _distance(self, output: Any) -> float:
         return distance(self._a, self._b, output).rms
 
-    def _with_weights(self, pairs: Mapping[str, Source]) -> Change:
+    def _with_weights(self, pairs: Mapping[str, MadeOfRows]) -> Change:
         def change(model: torch.nn.Module) -> AbstractContextManager[None]:
             of_a, own = parameters_of(self.of_a), parameters_of(model)
             return with_parameters(model, {n: p.of(of_a).to(own[n].dtype) for n, p in pairs.items()})
@@ -195,7 +195,7 @@ def _some_apart(names: Sequence[str], apart: Mapping[str, float]) -> str:
     return f"{named}{and_more(len(names) - _NAMED, 'parameter')}"
 
 
-def place_of(program: Program, module: str) -> str:
+def place_of(program: Compared, module: str) -> str:
     """Return the first line of a module's calls, or of those inside of it."""
     inside = f"{module}." if module else ""
     of_module = (c for c in program.run.calls if c.id.module_path == module or c.id.module_path.startswith(inside))

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from narrowcast.analysis.parity.exchange import Kept, ModuleCall
-from narrowcast.reports.results.parity import Share
+from narrowcast.reports.results.parity import ModuleShare
 
 _SMALL = 0.04
 """Parts of the whole below which a stretch of modules is not divided further."""
@@ -83,7 +83,7 @@ class Shares:
 
 def shares_of(
     pairs: Mapping[ModuleCall, ModuleCall], whole: float, measure: Measure, places: Mapping[str, str], most_runs: int
-) -> tuple[list[Share], int]:
+) -> tuple[list[ModuleShare], int]:
     """Return what each stretch of modules brings, and how often b ran for that."""
     calls = list(pairs)
     if not calls or not whole > 0:
@@ -94,7 +94,9 @@ def shares_of(
         if abs(before - after) > _SMALL / 4 * whole:
             since = _name(calls[first]) if first >= 0 else ""
             path = calls[end][0]
-            found.append(Share(_name(calls[end]), _name(pairs[calls[end]]), since, before, after, _place(path, places)))
+            found.append(
+                ModuleShare(_name(calls[end]), _name(pairs[calls[end]]), since, before, after, _place(path, places))
+            )
     return found, stretches.runs
 
 

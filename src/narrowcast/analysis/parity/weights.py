@@ -18,13 +18,13 @@ from narrowcast.runtime.torch_surface.modules import tensors_held, without_wrapp
 
 _PREFIX = 16
 """How many elements of a row are compared to find it."""
-Rows = Mapping[tuple[float, ...], "Piece"]
+Rows = Mapping[tuple[float, ...], "RowRange"]
 Paths = Mapping[str, tuple[str, ...]]
 """By a module's path in b those of a that it is made of."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RowRange:
     """Rows of a parameter of a; of its transpose, if it is_transposed."""
 
     name: str
@@ -39,10 +39,10 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class MadeOfRows:
     """What a parameter of b is made of: these rows one after the other, and the whole turned, if it is_turned."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RowRange, ...]
     is_turned: bool = False
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -52,7 +52,7 @@ class Source:
         return whole.t() if self.is_turned else whole
 
 
-def pair_weights(a: torch.nn.Module, b: torch.nn.Module, paths: Paths) -> dict[str, Source]:
+def pair_weights(a: torch.nn.Module, b: torch.nn.Module, paths: Paths) -> dict[str, MadeOfRows]:
     """Return what parameters of b are made of, as far as it is known: by names, then by values, then by the modules
     that are pairs.
     """
@@ -66,7 +66,7 @@ def pair_weights(a: torch.nn.Module, b: torch.nn.Module, paths: Paths) -> dict[s
                 found = None if name in pairs else _by_value(tensor, rows, of_a, gaps, used)
                 if found is None and name not in pairs and tensor.dim() == 2:
                     turned = _by_value(tensor.t(), rows, of_a, gaps, used)
-                    found = None if turned is None else Source(turned.pieces, True)
+                    found = None if turned is None else MadeOfRows(turned.pieces, True)
                 if found is not None:
                     pairs[name] = found
             used = frozenset(piece.name for source in pairs.values() for piece in source.pieces)
@@ -77,7 +77,7 @@ def pair_weights(a: torch.nn.Module, b: torch.nn.Module, paths: Paths) -> dict[s
     return pairs
 
 
-def different(a: torch.nn.Module, b: torch.nn.Module, pairs: Mapping[str, Source]) -> dict[str, float]:
+def different(a: torch.nn.Module, b: torch.nn.Module, pairs: Mapping[str, MadeOfRows]) -> dict[str, float]:
     """Return the parameters of b that hold other values than a's, and by how much, relatively (L2): not those that are
     a's, rounded to the format of b, or the other way round.
     """
@@ -122,9 +122,9 @@ def _is_same(x: torch.Tensor | None, y: torch.Tensor) -> bool:
     return x is not None and x.shape == y.shape
 
 
-def _same(name: str, x: torch.Tensor, y: torch.Tensor) -> Source:
+def _same(name: str, x: torch.Tensor, y: torch.Tensor) -> MadeOfRows:
     """Return the parameter of the same name and shape; turned, if it is square and nearer so."""
-    source = Source((Piece(name, 0, x.shape[0] if x.dim() else 0),))
+    source = MadeOfRows((RowRange(name, 0, x.shape[0] if x.dim() else 0),))
     if x.dim() != 2 or x.shape[0] != x.shape[1] or torch.equal(x, y):
         return source
     straight, turned = ((one.double() - y.double()).norm() for one in (x.detach(), x.detach().t()))
@@ -137,9 +137,9 @@ def _keys(matrix: torch.Tensor) -> list[tuple[float, ...]]:
     return [tuple(row) for row in rows[:, :_PREFIX].bfloat16().tolist()]
 
 
-def _rows(tensors: Mapping[str, torch.Tensor]) -> dict[tuple[float, ...], Piece]:
+def _rows(tensors: Mapping[str, torch.Tensor]) -> dict[tuple[float, ...], RowRange]:
     """Return where each row, and each row of the transpose, lies, by its first elements. Rows of zeros are none."""
-    found: dict[tuple[float, ...], Piece] = {}
+    found: dict[tuple[float, ...], RowRange] = {}
     for is_transposed in (True, False):  # rows themselves in the place of columns that begin alike
         for name, tensor in tensors.items():
             if tensor.dim() < 2 or not is_floating(tensor) or (is_transposed and tensor.dim() > 2):
@@ -147,19 +147,19 @@ def _rows(tensors: Mapping[str, torch.Tensor]) -> dict[tuple[float, ...], Piece]
             matrix = _turned(tensor, is_transposed)
             for n, row in enumerate(_keys(matrix)):
                 if any(row):
-                    found[row] = Piece(name, n, matrix.shape[0], is_transposed)
+                    found[row] = RowRange(name, n, matrix.shape[0], is_transposed)
     return found
 
 
 def _by_value(
     tensor: torch.Tensor, rows: Rows, of_a: Mapping[str, torch.Tensor], gaps: int, used: Collection[str]
-) -> Source | None:
+) -> MadeOfRows | None:
     """Return the rows of a that a parameter consists of, one after the other; None if some are nowhere. As many parts
     of it as there may be gaps hold other values, where one parameter of a fits that is not used yet.
     """
     if tensor.dim() < 2 or not is_floating(tensor):
         return None
-    found: list[Piece] = []
+    found: list[RowRange] = []
     done, keys = 0, _keys(tensor)
     while done < tensor.shape[0]:
         start = rows.get(keys[done])
@@ -167,7 +167,7 @@ def _by_value(
             theirs = _keys(_turned(of_a[start.name], start.is_transposed)[start.start : start.stop])
             together = list(zip(keys[done:], theirs, strict=False))
             count = next((n for n, (mine, its) in enumerate(together) if mine != its and mine in rows), len(together))
-            found.append(Piece(start.name, start.start, start.start + count, start.is_transposed))
+            found.append(RowRange(start.name, start.start, start.start + count, start.is_transposed))
             done += count
             continue
         if gaps == 0 or start is not None:
@@ -179,22 +179,22 @@ def _by_value(
             return None
         found.append(gap)
         done, gaps = end, gaps - 1
-    return Source(tuple(_in_order(found, of_a)))
+    return MadeOfRows(tuple(_in_order(found, of_a)))
 
 
-def _in_order(pieces: Sequence[Piece], of_a: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
+def _in_order(pieces: Sequence[RowRange], of_a: Mapping[str, torch.Tensor]) -> Iterator[RowRange]:
     """Yield pieces; those beside each other that are one whole parameter, in another order, as that: its rows were
     moved.
     """
     for (name, is_transposed), together in groupby(pieces, key=lambda piece: (piece.name, piece.is_transposed)):
         group, size = list(together), _turned(of_a[name], is_transposed).shape[0]
         is_whole = len(group) > 1 and sum(piece.stop - piece.start for piece in group) == size
-        yield from [Piece(name, 0, size, is_transposed)] if is_whole else group
+        yield from [RowRange(name, 0, size, is_transposed)] if is_whole else group
 
 
 def _in_gap(
-    count: int, columns: Sequence[int], beside: Piece | None, of_a: Mapping[str, torch.Tensor], used: Collection[str]
-) -> Piece | None:
+    count: int, columns: Sequence[int], beside: RowRange | None, of_a: Mapping[str, torch.Tensor], used: Collection[str]
+) -> RowRange | None:
     """Return the one unused parameter of a of this shape, as its neighbour is turned, in a module beside that."""
     if beside is None:
         return None
@@ -203,7 +203,7 @@ def _in_gap(
         is_beside = name.rpartition(".")[0].rpartition(".")[0] == parent and name != beside.name and name not in used
         if is_beside and tensor.dim() >= 2 and tuple(_turned(tensor, beside.is_transposed).shape) == (count, *columns):
             fitting.append(name)
-    return Piece(fitting[0], 0, count, beside.is_transposed) if len(fitting) == 1 else None
+    return RowRange(fitting[0], 0, count, beside.is_transposed) if len(fitting) == 1 else None
 
 
 def _turned(tensor: torch.Tensor, is_transposed: bool) -> torch.Tensor:
@@ -211,8 +211,8 @@ def _turned(tensor: torch.Tensor, is_transposed: bool) -> torch.Tensor:
 
 
 def _by_module(
-    name: str, tensor: torch.Tensor, of_a: Mapping[str, torch.Tensor], paths: Paths, pairs: Mapping[str, Source]
-) -> Source | None:
+    name: str, tensor: torch.Tensor, of_a: Mapping[str, torch.Tensor], paths: Paths, pairs: Mapping[str, MadeOfRows]
+) -> MadeOfRows | None:
     """Return the parameters of the modules that are its module's partners: of those of which its weight is made, if
     that is known. Under its own name, or as the only ones of their shape.
     """
@@ -224,13 +224,13 @@ def _by_module(
         return None
     tensors = [of_a[one] for one in named.values()]
     if tensor.dim() == 1 and beside and all(one.dim() == 1 for one in tensors):  # the rows that its weight has
-        pieces = [Piece(named[p.name.rpartition(".")[0]], p.start, p.stop) for p in beside]
-        return Source(tuple(pieces)) if sum(p.stop - p.start for p in pieces) == tensor.shape[0] else None
+        pieces = [RowRange(named[p.name.rpartition(".")[0]], p.start, p.stop) for p in beside]
+        return MadeOfRows(tuple(pieces)) if sum(p.stop - p.start for p in pieces) == tensor.shape[0] else None
     for turned in (False, True) if tensor.dim() == 2 else (False,):
         whole = _turned(tensor, turned)
         fits = all(one.shape[1:] == whole.shape[1:] for one in tensors)
         if fits and sum(one.shape[0] for one in tensors if one.dim()) == whole.shape[0]:
-            return Source(tuple(Piece(one, 0, of_a[one].shape[0]) for one in named.values()), turned)
+            return MadeOfRows(tuple(RowRange(one, 0, of_a[one].shape[0]) for one in named.values()), turned)
     return None
 
 

@@ -35,7 +35,7 @@ _INEXACT = "more than its format holds, with a reader to whom that is the same"
 
 
 @dataclass(slots=True, eq=False)
-class Cause:
+class Maker:
     """The origin of values that are not finite: reported (is_told), intentional (`why`), or waiting for consequences.
 
     number: counts causes as they are made. call: without its tensors; None if intentional from the start. became: where
@@ -83,7 +83,7 @@ class Carrier:
     mask as its result; is_alone: it is one number, such as a loss.
     """
 
-    causes: tuple[Cause, ...]
+    causes: tuple[Maker, ...]
     has_nan: bool
     is_read: bool = False
     is_looked_at: bool = False
@@ -97,7 +97,7 @@ class Carrier:
             cause.is_beside = True
 
     @property
-    def waiting(self) -> list[Cause]:
+    def waiting(self) -> list[Maker]:
         """The causes whose consequences are not yet known; none where a scaler discards the gradients."""
         thrown_away = any(cause.why == FOR_SCALER for cause in self.causes)
         return [] if thrown_away else [cause for cause in self.causes if cause.is_open]
@@ -112,13 +112,13 @@ class ValueHistory:
 
     def __init__(self) -> None:
         self.carriers: ByStorage[Carrier] = ByStorage(self._freed)
-        self.made: dict[Place, Cause] = {}
-        self.skipped: list[Cause] = []  # left to a scaler in this step
-        self._seen_by: dict[CallId, tuple[Cause, ...]] = {}
+        self.made: dict[Place, Maker] = {}
+        self.skipped: list[Maker] = []  # left to a scaler in this step
+        self._seen_by: dict[CallId, tuple[Maker, ...]] = {}
         self._count = 0
-        self.due: list[tuple[Cause, str]] = []
-        self.at_step: list[Cause] = []
-        self.compared: list[tuple[Cause, bool]] = []
+        self.due: list[tuple[Maker, str]] = []
+        self.at_step: list[Maker] = []
+        self.compared: list[tuple[Maker, bool]] = []
         self.is_scaled = False
 
     def __bool__(self) -> bool:
@@ -128,26 +128,26 @@ class ValueHistory:
 
     def cause(
         self, why: str = "", call: SeenCall | None = None, finding: Finding | None = None, is_fault: bool = False
-    ) -> Cause:
+    ) -> Maker:
         """Add a new cause, and return it."""
         self._count += 1
         light = None if call is None else call.without_tensors()
-        cause = Cause(self._count, why, light, finding, is_fault=is_fault)
+        cause = Maker(self._count, why, light, finding, is_fault=is_fault)
         if cause.call is not None:
             self.made[place_of(cause.call)] = cause
         return cause
 
-    def met(self, call: CallId, causes: Iterable[Cause]) -> None:
+    def met(self, call: CallId, causes: Iterable[Maker]) -> None:
         """Note causes of a forward call's inputs or results; what it keeps for its backward may have them, too."""
         self._seen_by[call] = tuple(dict.fromkeys((*self.met_by(call), *causes)))
         if len(self._seen_by) > _CALLS:
             del self._seen_by[next(iter(self._seen_by))]
 
-    def met_by(self, call: CallId | None) -> tuple[Cause, ...]:
+    def met_by(self, call: CallId | None) -> tuple[Maker, ...]:
         """Return the causes of a forward call's inputs and results."""
         return () if call is None else self._seen_by.get(call, ())
 
-    def carries(self, tensors: Iterable[torch.Tensor], causes: Iterable[Cause], has_nan: bool = False) -> None:
+    def carries(self, tensors: Iterable[torch.Tensor], causes: Iterable[Maker], has_nan: bool = False) -> None:
         """Note that tensors hold values that are not finite, with these causes, and not yet read."""
         together = tuple(dict.fromkeys(causes))
         for tensor in tensors:
@@ -162,7 +162,7 @@ class ValueHistory:
 
     # -- consequences --------------------------------------------------------------------------------------------------
 
-    def came_to(self, causes: Iterable[Cause], what: str = "") -> None:
+    def came_to(self, causes: Iterable[Maker], what: str = "") -> None:
         """Note that causes have a consequence; those that wait for one are to be reported."""
         self.due += [(cause, what) for cause in causes if cause.is_open]
 

@@ -188,7 +188,7 @@ class WatchCalls(Observer):
             return
         self._make(call, self._culprit(call, results), results)
 
-    def _known(self, call: SeenCall) -> history.Cause | None:
+    def _known(self, call: SeenCall) -> history.Maker | None:
         """Return the cause that a call repeats: of its forward, which it recomputes or whose gradient it computes."""
         if call.id.direction == RECOMPUTATION:
             return self._history.made.get(history.place_of(call))
@@ -198,8 +198,8 @@ class WatchCalls(Observer):
         return cause if cause is not None and cause.is_told else None
 
     def _make(
-        self, call: SeenCall, finding: Finding, results: list[torch.Tensor], besides: Iterable[history.Cause] = ()
-    ) -> history.Cause:
+        self, call: SeenCall, finding: Finding, results: list[torch.Tensor], besides: Iterable[history.Maker] = ()
+    ) -> history.Maker:
         """Make a new cause: reported now if a low format made it, else once it has consequences."""
         finding = replace(finding, step=self._watching.steps + 1)
         if len(self._watching.findings) < KEPT and call.args and not any(map(is_of_others, tensors_in(call.args))):
@@ -215,7 +215,7 @@ class WatchCalls(Observer):
             self._report_due()
         return cause
 
-    def _carry(self, tensors: list[torch.Tensor], causes: Iterable[history.Cause], by: SeenCall | None = None) -> None:
+    def _carry(self, tensors: list[torch.Tensor], causes: Iterable[history.Maker], by: SeenCall | None = None) -> None:
         """Note that tensors hold values with these causes. by: the call that returned them."""
         if by is not None and by.who.direction != BACKWARD:
             self._history.met(by.id, causes)
@@ -226,7 +226,7 @@ class WatchCalls(Observer):
         self, call: SeenCall, bad: list[tuple[str, torch.Tensor, torch.Tensor]], results: list[torch.Tensor]
     ) -> None:
         """Pass the causes of inputs that are not finite on to results; inputs without causes are from outside."""
-        causes: dict[history.Cause, None] = {}
+        causes: dict[history.Maker, None] = {}
         for name, was, tensor in bad:
             carrier = self._history.carriers.get(tensor) or self._given(call, name, was, tensor)
             carrier.is_read = True

@@ -87,7 +87,7 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ModuleShare:
     """What the modules of b from one to the next bring of the distance.
 
     module: the last of them, whose result is made equal in `after`; since: the one before them, whose result is made
@@ -136,7 +136,7 @@ class Parity(Result):
     b: str
     distance: Distance
     causes: list[Cause] = field(default_factory=list)
-    shares: list[Share] = field(default_factory=list)
+    shares: list[ModuleShare] = field(default_factory=list)
     routed: list[Routed] = field(default_factory=list)
     environment: list[tuple[str, str, str]] = field(default_factory=list)
     limit: float | None = None

@@ -57,7 +57,7 @@ class CostModel:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._groups: dict[tuple[str, str, bool], _Group] = {}
+        self._groups: dict[tuple[str, str, bool], _FittedGroup] = {}
         self._counted = -1
 
     def estimate(self, signature: Signature) -> Estimate:
@@ -79,17 +79,17 @@ class CostModel:
             return replace(copies.estimate(work.elements, work.moved_bytes), factor=5.0, source="assumed")
         return Estimate(1000 + work.moved_bytes * _ASSUMED_NS_A_BYTE, 5.0, "assumed")
 
-    def _group(self, family: str, format: str, backward: bool) -> _Group | None:
+    def _group(self, family: str, format: str, backward: bool) -> _FittedGroup | None:
         if self._counted != len(self.profile.samples):
             samples_by_key: dict[tuple[str, str, bool], list[Sample]] = {}
             for s in list(self.profile.samples.values()):
                 samples_by_key.setdefault((s.family, s.format, s.backward), []).append(s)
-            self._groups = {key: _Group(samples) for key, samples in samples_by_key.items()}
+            self._groups = {key: _FittedGroup(samples) for key, samples in samples_by_key.items()}
             self._counted = len(self.profile.samples)
         return self._groups.get((family, format, backward))
 
 
-class _Group:
+class _FittedGroup:
     """The samples of one family, format and direction."""
 
     def __init__(self, samples: list[Sample]) -> None:

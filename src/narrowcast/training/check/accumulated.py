@@ -16,7 +16,7 @@ from narrowcast.training.check.gradients import Found
 
 
 @dataclass(slots=True, eq=False)
-class _Sum:
+class _ExactGradient:
     """A gradient as it would be in fp32, of how many backwards, and the squares of what it is off and of itself."""
 
     exact: torch.Tensor
@@ -29,9 +29,9 @@ class Accumulated:
     """Adds up in fp32, too, what backwards add to gradients in a low format."""
 
     def __init__(self) -> None:
-        self._sums: ByStorage[_Sum] = ByStorage()
+        self._sums: ByStorage[_ExactGradient] = ByStorage()
         self._met: tuple[torch.dtype, Site] | None = None
-        self._worst: list[_Sum] = []
+        self._worst: list[_ExactGradient] = []
 
     def meets(self, dtype: torch.dtype, site: Site) -> None:
         """Note that gradients are added up in a low format at a line."""
@@ -43,7 +43,7 @@ class Accumulated:
         if not isinstance(added, torch.Tensor) or added.shape != gradient.shape:
             return
         with quietly():
-            known = self._sums.setdefault(gradient, lambda: _Sum(gradient.detach().float()))
+            known = self._sums.setdefault(gradient, lambda: _ExactGradient(gradient.detach().float()))
             known.exact = known.exact + added.float()
             rounded = (gradient + added).float()
             known.count += 1

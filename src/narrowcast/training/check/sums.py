@@ -26,7 +26,7 @@ _LARGEST = 4096
 
 
 @dataclass(slots=True)
-class _Sum:
+class _LineSum:
     """A sum that is accumulated at one line: how many additions, the step of the first of them, and, where it is
     followed, what it is and what it would be in fp64.
     """
@@ -51,7 +51,7 @@ class Sums:
 
     def __init__(self, was_there: Callable[[torch.Tensor], bool]) -> None:
         self._was_there = was_there
-        self._sums: ByStorage[_Sum] = ByStorage()
+        self._sums: ByStorage[_LineSum] = ByStorage()
         self._casts: ByStorage[bool] = ByStorage()  # of gradients
         self._step = 0
 
@@ -93,7 +93,7 @@ class Sums:
                 return _low_sum(call, result, has_gradient, now.error)
         return finding
 
-    def _follow(self, call: SeenCall, total: torch.Tensor, term: torch.Tensor, result: torch.Tensor) -> _Sum:
+    def _follow(self, call: SeenCall, total: torch.Tensor, term: torch.Tensor, result: torch.Tensor) -> _LineSum:
         """Return the sum after a call, with its value; another one where something else was written in between."""
         known = self._sums.get(total) or self._sums.get(term)
         now, value = self._again(call, total, term, result, over_steps=True), result.detach().double()
@@ -121,7 +121,7 @@ class Sums:
             total, term = call.args[:2]
             known = self._sums.get(total) if isinstance(total, torch.Tensor) else None
             is_again = known is not None and known.at == call.site.at and known.since < self._step
-            self._sums.put(result, known if known is not None and is_again else _Sum(call.site.at, 1, self._step))
+            self._sums.put(result, known if known is not None and is_again else _LineSum(call.site.at, 1, self._step))
             if is_again and result.dtype in LOW and result.numel() == 1 and bool(result + term == result) and term:
                 return _low_sum(call, result, False)
         return None
@@ -132,14 +132,14 @@ class Sums:
 
     def _again(
         self, call: SeenCall, total: torch.Tensor, term: torch.Tensor, result: torch.Tensor, over_steps: bool = False
-    ) -> _Sum:
+    ) -> _LineSum:
         """Return the sum with how many times this line has added to it, this one included."""
         at = call.site.at
         known = self._sums.get(total) or self._sums.get(term)
         if known is None or known.at != at or not (over_steps or known.since == self._step):
             is_old = over_steps and (self._was_there(total) or self._was_there(term))
-            known = _Sum(at, 0, self._step - is_old)
-        now = _Sum(at, known.additions + 1, known.since)
+            known = _LineSum(at, 0, self._step - is_old)
+        now = _LineSum(at, known.additions + 1, known.since)
         self._sums.put(result, now)
         return now
 

@@ -25,7 +25,7 @@ from narrowcast.runtime.torch_surface.dynamo import CompiledCode
 from narrowcast.runtime.torch_surface.modules import has_step_hooks, optimized_by, without_wrapper
 from narrowcast.training.storage.checkpoints import entries_of, losses_of
 from narrowcast.training.storage.masters import Master, masters_of, units_of
-from narrowcast.training.storage.probes import Probed, Probes
+from narrowcast.training.storage.probes import ProbedStates, Probes
 from narrowcast.training.storage.store import slot_of, stored_of
 from narrowcast.training.storage.twins import Settings, settings_of
 
@@ -87,7 +87,9 @@ def check_storage(
         for number, group in enumerate(optimizer.param_groups):
             settings = settings_of(group, lr)
             for dtype, parameters in _by_dtype(group["params"]).items():
-                _judge_group(result, number, dtype, _Group(optimizer, settings, parameters, weights, masters), probes)
+                _judge_group(
+                    result, number, dtype, _OneGroup(optimizer, settings, parameters, weights, masters), probes
+                )
         result.findings = [*_one_of_each(result.findings), *_of_masters(masters)]
         if checkpoint is not None:
             kept = {} if stored is None else {slot.name: slot.way for slot in stored.slots if slot.rest is not None}
@@ -109,7 +111,7 @@ def _one_of_each(findings: Sequence[Advice]) -> Iterator[Advice]:
         yield replace(first, what=first.what + more)
 
 
-class _Group:
+class _OneGroup:
     """The parameters of one group in one format."""
 
     def __init__(
@@ -150,7 +152,7 @@ class _Group:
         return kept
 
 
-def _judge_group(result: StorageCheck, number: int, dtype: torch.dtype, group: _Group, probes: Probes) -> None:
+def _judge_group(result: StorageCheck, number: int, dtype: torch.dtype, group: _OneGroup, probes: Probes) -> None:
     """Enter what is kept of a group, and what a probe of it shows."""
     kept = group.stored(number, dtype)
     result.groups.append(kept)
@@ -186,7 +188,7 @@ def _judge_group(result: StorageCheck, number: int, dtype: torch.dtype, group: _
 
 
 def _lost_updates(
-    kept: StoredGroup, group: _Group, found: Probed, trained: Sequence[torch.Tensor], dtype: torch.dtype
+    kept: StoredGroup, group: _OneGroup, found: ProbedStates, trained: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> Iterator[Advice]:
     """Yield that updates are lost, if there are many, and enter how many into what is kept of the group."""
     update = kept.update or 0.0
@@ -211,7 +213,7 @@ def _lost_updates(
     yield Advice(UPDATES, what, todo, name, "", 0)
 
 
-def _why_not(found: Probed, kept: StoredGroup) -> str:
+def _why_not(found: ProbedStates, kept: StoredGroup) -> str:
     if found.update == 0:
         return f"weights in fp32 do not move at lr={kept.rate}: give lr=, one of the schedule's."
     if found.update is None:
@@ -221,14 +223,14 @@ def _why_not(found: Probed, kept: StoredGroup) -> str:
     return f"whether updates of {found.update:.1e} are lost was not found out; nc.check_training judges a step."
 
 
-def _of_still(number: int, found: Probed) -> Iterator[Advice]:
+def _of_still(number: int, found: ProbedStates) -> Iterator[Advice]:
     for name in found.still:
         what = f"{name} of group {number} stays where it is without gradients: its format rounds each decay away"
         todo = f"Keep {name} in fp32, as with weights in fp32, or lower its beta: 0.99 decays in bf16."
         yield Advice(STATES, what, todo, "", "", 0)
 
 
-def _of_rounded(number: int, found: Probed) -> Iterator[Advice]:
+def _of_rounded(number: int, found: ProbedStates) -> Iterator[Advice]:
     for name, (before, after) in found.rounded.items():
         formats = f"{FORMATS.get(before, before)} to {FORMATS.get(after, after)}"
         what = f"{name} of group {number} is another after optimizer.load_state_dict(optimizer.state_dict()): {formats}"
@@ -263,7 +265,7 @@ def _rate_of_half(trained: Sequence[torch.Tensor], update: float, rate: float | 
     return float(units.median()) / 2 / update * rate if units.numel() else None
 
 
-def _at_largest(group: _Group, trained: Sequence[torch.Tensor], update: float) -> float | None:
+def _at_largest(group: _OneGroup, trained: Sequence[torch.Tensor], update: float) -> float | None:
     """Return the share that is lost where updates are as large as Adam's can be: lr (1 - beta1) / sqrt(1 - beta2)."""
     betas = group.settings.get(_MOMENTS)
     if not isinstance(betas, tuple | list) or len(betas) != 2 or not 0 <= float(betas[1]) < 1:

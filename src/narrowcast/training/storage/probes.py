@@ -35,7 +35,7 @@ _WARM, _IDLE, _DECAYS = 16, 512, 0.03
 
 
 @dataclass(slots=True)
-class Probed:
+class ProbedStates:
     """What a probe of the weights of one group and format found.
 
     update: the size of an update of an element, the median; None where it depends on gradients that are not there.
@@ -64,15 +64,15 @@ class Probes:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._known: dict[Any, Probed] = {}
+        self._known: dict[Any, ProbedStates] = {}
 
-    def of(self, settings: Settings, parameters: Sequence[torch.Tensor]) -> Probed:
+    def of(self, settings: Settings, parameters: Sequence[torch.Tensor]) -> ProbedStates:
         """Probe some parameters of one group and format. Raises what the optimizer's class raises."""
         largest = max(parameters, key=lambda one: one.numel())
         weight, slot = part_of_parameter(largest), slot_of(self._optimizer, largest)
         wide = partial(Twin, self._optimizer, settings)
         own = partial(wide, as_stored=slot)
-        found, drawn, gradient = Probed(), _drawn(weight), None
+        found, drawn, gradient = ProbedStates(), _drawn(weight), None
         found.update = _update_of_any(wide, weight)
         if found.update is None:
             given = {id(one): (one, g) for one in parameters if (g := _gradient_of(one)) is not None}
