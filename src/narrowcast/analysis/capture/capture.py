@@ -100,9 +100,8 @@ def capture(
     RunError.
     """
     if statistics not in STATISTICS:
-        raise RunError(
-            f"capture(statistics={statistics!r})", "no such statistics", advice=f"Give one of {', '.join(STATISTICS)}."
-        )
+        advice = f"Give one of {', '.join(STATISTICS)}."
+        raise RunError(f"capture(statistics={statistics!r})", "no such statistics", advice=advice)
     folder = None if tensors is None else folder_for(tensors)
     table = Statistics(statistics == "whole", checksums, folder, tensor_limit_bytes)
     if model is None:
@@ -238,9 +237,8 @@ class Capturing:
         if error is not None:
             self.run.notes.append(f"The run raised: {type(error).__name__}: {str(error).splitlines()[:1]}")
         if self._table.not_written:
-            self.run.notes.append(
-                f"{counted(self._table.not_written, 'tensor', 'were')} not written: the limit was reached."
-            )
+            not_written = counted(self._table.not_written, "tensor", "were")
+            self.run.notes.append(f"{not_written} not written: the limit was reached.")
 
     def _tensors(self) -> list[TensorFacts]:
         tensors = self._door.run("the values of tensors", self._table.table)

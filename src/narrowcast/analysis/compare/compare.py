@@ -188,9 +188,7 @@ class _Comparing:
         if not under.saw_scripts if self._is_own else self._trial.is_made and not self._other.is_made:
             self._advise(expected)
         if result.verdict == verdicts.EXACT and self._is_own and not any(row.is_low for row in result.rows):
-            self._note(
-                "No call computes in another format than in the reference: the policy casts nothing of the model."
-            )
+            self._note(notes.NOTHING_IS_CAST)
         if self._changed:
             self._note(f"{note_of_changed(list(self._changed))}: each run began with the same ones, restored since.")
         result.notes += [notes.ABOUT_BLIND_ROWS] * bool(self._blind)
@@ -301,8 +299,6 @@ class _Comparing:
             self._note(notes.about_underflow(self._result.rows, small[0]))
         return is_beyond
 
-    # -- reading -------------------------------------------------------------------------------------------------------
-
     def _read_calls(
         self, reference: dict[CallId, KeptCall], under: dict[CallId, KeptCall], again: dict[CallId, Alone]
     ) -> None:
@@ -399,8 +395,6 @@ class _Comparing:
             return max((e.relative_error for e in output_errors(expected.output, outcome.output)), default=None)
 
         failed = low_alone(self._result.rows, often, self._region, run)
-        if failed:
-            path, op = failed[0]
-            self._note(
-                f"{counted(len(failed), 'op')} could not run low alone, the first is {op} in {path or 'the root'}"
-            )
+        for path, op in failed[:1]:
+            where = f"the first is {op} in {path or 'the root'}"
+            self._note(f"{counted(len(failed), 'op')} could not run low alone, {where}")

@@ -24,6 +24,7 @@ SKIPPED = (
     "A scaler skips this step in the region, since gradients overflow at its scale: that is intended, and nothing is "
     "compared. Compare a step at a scale that it keeps (init_scale), or after some steps."
 )
+NOTHING_IS_CAST = "No call computes in another format than in the reference: the policy casts nothing of the model."
 ABOUT_BLIND_ROWS = (
     "Some queries see no key, and kernels of attention differ about what such rows give: they are compared as zeros."
 )

@@ -35,6 +35,7 @@ from narrowcast.frontends.exported.export import is_exported
 from narrowcast.frontends.graphs.explicit import refuse_scripts
 from narrowcast.frontends.scripts.cast_already import cast_for_all
 from narrowcast.frontends.scripts.compiling import around as scopes_around
+from narrowcast.frontends.scripts.scopes import Scope
 from narrowcast.frontends.scripts.script import script
 from narrowcast.frontends.scripts.scripted import methods_of
 from narrowcast.observation.observer.door import NOT_INSPECTED
@@ -119,9 +120,7 @@ def explain(
     if front_end == "script":
         keeps_casts = asked.cache is not False and resolved.effective_cache != "off"
         around = scopes_around(device_type, fast, asked.enabled, keeps_casts, resolved)
-        methods = methods_of(trial.model) or methods_of(script(trial.model))  # Python code is scripted first
-        graphs = tuple(method.explained(n, around) for n, method in enumerate(methods.values()))
-        found = replace(found, ledger=graph_ledger(graphs), graphs=graphs)
+        found = _scripted(found, trial.model, around)
     else:
         found = _run(found, trial, opened, stands_in, real, wanted, backend)
     timed = None
@@ -144,6 +143,13 @@ def explain(
         gradients=torch.is_grad_enabled(),
         stored=bytes_stored(trial.model),
     )
+
+
+def _scripted(asked: Explanation, model: Any, around: dict[str, Scope]) -> Explanation:
+    """Explain the graphs of a script, of which nothing runs; Python code is scripted first."""
+    methods = methods_of(model) or methods_of(script(model))
+    graphs = tuple(method.explained(n, around) for n, method in enumerate(methods.values()))
+    return replace(asked, ledger=graph_ledger(graphs), graphs=graphs)
 
 
 def _run(

@@ -15,7 +15,7 @@ import torch
 from narrowcast.analysis.parity.attributes import Other, other_attributes, with_attributes
 from narrowcast.analysis.parity.exchange import Kept, Results
 from narrowcast.analysis.parity.partners import Partners
-from narrowcast.analysis.parity.programs import Change, Compared, Live, distance
+from narrowcast.analysis.parity.programs import Change, Live, OneProgram, distance
 from narrowcast.analysis.parity.weights import MadeOfRows, different, pair_weights, with_parameters
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.observation.trial.finiteness import is_floating
@@ -195,7 +195,7 @@ def _some_apart(names: Sequence[str], apart: Mapping[str, float]) -> str:
     return f"{named}{and_more(len(names) - _NAMED, 'parameter')}"
 
 
-def place_of(program: Compared, module: str) -> str:
+def place_of(program: OneProgram, module: str) -> str:
     """Return the first line of a module's calls, or of those inside of it."""
     inside = f"{module}." if module else ""
     of_module = (c for c in program.run.calls if c.id.module_path == module or c.id.module_path.startswith(inside))

@@ -14,7 +14,7 @@ from narrowcast.analysis.diff.diff import diff
 from narrowcast.analysis.parity.causes import Search, other_choices, place_of
 from narrowcast.analysis.parity.exchange import ModuleCall, containers
 from narrowcast.analysis.parity.partners import partners_of
-from narrowcast.analysis.parity.programs import Compared, Live, distance, live_program, program_of
+from narrowcast.analysis.parity.programs import Live, OneProgram, distance, live_program, program_of
 from narrowcast.analysis.parity.rest import causes_of, of_rounding
 from narrowcast.analysis.parity.rounding import beyond_bounds, in_fp32, is_rounding, is_wide, noise_of
 from narrowcast.analysis.parity.sampler import sampled_from
@@ -129,7 +129,7 @@ def parity(
     return result
 
 
-def _as_modules(a: Compared, b: Compared) -> tuple[Live, Live] | None:
+def _as_modules(a: OneProgram, b: OneProgram) -> tuple[Live, Live] | None:
     """Return both as modules that are called once on the same inputs: what a function calls, or what a run was captured
     of, in the place of these. None where that cannot be.
     """
@@ -142,7 +142,7 @@ def _as_modules(a: Compared, b: Compared) -> tuple[Live, Live] | None:
     return (live, called) if live is a else (called, live)
 
 
-def _called_by(program: Compared, live: Live) -> Live | None:
+def _called_by(program: OneProgram, live: Live) -> Live | None:
     """Return the module that a program calls, on the inputs of the other; None where that cannot be."""
     is_made = isinstance(program, Live) and program.trial.is_made
     made = program.trial.original().model if isinstance(program, Live) and is_made else None
@@ -160,7 +160,7 @@ def _called_by(program: Compared, live: Live) -> Live | None:
 
 
 def _by_engine(
-    result: Parity, programs: tuple[Compared, Compared], modules: tuple[Live, Live], found: RunDifferences
+    result: Parity, programs: tuple[OneProgram, OneProgram], modules: tuple[Live, Live], found: RunDifferences
 ) -> None:
     """Enter what goes away where the module of one is called once, on all tokens, in the place of the program."""
     other, called = next(((p, m) for p, m in zip(programs, modules, strict=True) if p is not m), (None, None))
@@ -212,7 +212,7 @@ def _by_values_in_fp32(result: Parity, programs: tuple[Live, Live]) -> bool:
 
 def _programs(
     sides: tuple[Side, Side], inputs: Inputs, under: Any, tokens: torch.Tensor | None, names: tuple[str, str]
-) -> tuple[Compared, Compared]:
+) -> tuple[OneProgram, OneProgram]:
     regions = under if isinstance(under, tuple) else (under, under)
     made = []
     for side, region, name in zip(sides, regions, names, strict=True):
@@ -222,7 +222,7 @@ def _programs(
     return made[0], made[1]
 
 
-def _check_numbers(programs: Sequence[Compared]) -> None:
+def _check_numbers(programs: Sequence[OneProgram]) -> None:
     """Raise RunError where one alone has log-probabilities."""
     for one, other in (programs, programs[::-1]):
         if one.log_probabilities and not other.log_probabilities:
@@ -231,7 +231,7 @@ def _check_numbers(programs: Sequence[Compared]) -> None:
             raise RunError(asked, found, advice=f"Capture {other.name} {how}")
 
 
-def _other_tokens(a: Compared, b: Compared) -> list[Cause]:
+def _other_tokens(a: OneProgram, b: OneProgram) -> list[Cause]:
     """Return the cause that the tokens are not the same ones, if they are not."""
     if a.ids == b.ids:
         return []
@@ -241,7 +241,7 @@ def _other_tokens(a: Compared, b: Compared) -> list[Cause]:
     return [Cause(TOKENS, what, "give both the same ids: one tokenizer, one template, one BOS")]
 
 
-def _shift(longer: Compared, other: Compared) -> str:
+def _shift(longer: OneProgram, other: OneProgram) -> str:
     """Return that one has a few tokens more at its beginning, if it has."""
     if longer.tokens is None or other.tokens is None:
         rows = longer.ids, other.ids
@@ -252,13 +252,13 @@ def _shift(longer: Compared, other: Compared) -> str:
     return f"; {longer.name} begins with {n} more, as with a BOS" if is_shifted else ""
 
 
-def _same_tokens(a: Compared, b: Compared) -> int:
+def _same_tokens(a: OneProgram, b: OneProgram) -> int:
     """Return how many tokens are the same ones, from the first on."""
     differing = (n for n, (x, y) in enumerate(zip(a.ids, b.ids, strict=False)) if x != y)
     return next(differing, min(len(a.ids), len(b.ids)))
 
 
-def _distance(a: Compared, b: Compared, limit: float | None) -> Distance:
+def _distance(a: OneProgram, b: OneProgram, limit: float | None) -> Distance:
     if a.ids or b.ids:
         same = _same_tokens(a, b)
         return distance_in_nats(a.log_probabilities[:same], b.log_probabilities[:same], limit)
@@ -267,7 +267,7 @@ def _distance(a: Compared, b: Compared, limit: float | None) -> Distance:
     return Distance("relative", float("nan"))
 
 
-def _other_versions(programs: Sequence[Compared]) -> list[Cause]:
+def _other_versions(programs: Sequence[OneProgram]) -> list[Cause]:
     """Return that weights were loaded while a run was captured, if they were."""
     found = []
     for one in programs:
@@ -279,14 +279,14 @@ def _other_versions(programs: Sequence[Compared]) -> list[Cause]:
     return found
 
 
-def _have_other_weights(a: Compared, b: Compared) -> bool:
+def _have_other_weights(a: OneProgram, b: OneProgram) -> bool:
     """Return whether two modules hold other values under the same names."""
     if not (isinstance(a, Live) and a.is_module and isinstance(b, Live) and b.is_module):
         return False
     return bool(different(a.module, b.module, pair_weights(a.module, b.module, {})))
 
 
-def _of_sampler(a: Compared, b: Compared, whole: Distance) -> list[Cause]:
+def _of_sampler(a: OneProgram, b: OneProgram, whole: Distance) -> list[Cause]:
     """Return what was done to the logits of one that explains the log-probabilities of the other, if anything does."""
     for live, other in ((a, b), (b, a)):
         if not isinstance(live, Live) or live.tokens is None:

@@ -29,7 +29,7 @@ Change = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 
 
 @dataclass(slots=True)
-class Compared:
+class OneProgram:
     """One of the two. run: its calls; those of a program that runs are captured when they are needed.
 
     ids, log_probabilities: of a language model's tokens, in a row; tokens: the ids as they were given, [..., T].
@@ -43,7 +43,7 @@ class Compared:
 
 
 @dataclass(slots=True, kw_only=True)
-class Live(Compared):
+class Live(OneProgram):
     """One that runs: a model with its inputs, in its region, if it has one. output: what it gives by itself.
     noise: how far rounding may move that, once it was asked (`rounding.noise_of`).
     """
@@ -95,10 +95,10 @@ class Live(Compared):
             return capture(run.model, (run.args, run.kwargs), under=self.under)
 
 
-def program_of(name: str, model: Any, inputs: Any, under: Under, tokens: torch.Tensor | None) -> Compared:
+def program_of(name: str, model: Any, inputs: Any, under: Under, tokens: torch.Tensor | None) -> OneProgram:
     """Return a program: of a run, or of a model, which runs once by itself. RunError for what cannot be compared."""
     if isinstance(model, Run):
-        return Compared(name, model, list(model.tokens), list(model.log_probabilities))
+        return OneProgram(name, model, list(model.tokens), list(model.log_probabilities))
     return live_program(name, Trial.of("parity", model, inputs), under, tokens)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from narrowcast.analysis.parity.exchange import OF_NOISE
-from narrowcast.analysis.parity.programs import Compared, Live, distance, live_program
+from narrowcast.analysis.parity.programs import Live, OneProgram, distance, live_program
 from narrowcast.observation.trial.noise import Noise
 from narrowcast.observation.trial.trial import Trial
 from narrowcast.reports.results.run_differences import RunDifferences
@@ -23,7 +23,7 @@ asked.
 """
 
 
-def is_rounding(whole: float, programs: Sequence[Compared], found: RunDifferences) -> bool:
+def is_rounding(whole: float, programs: Sequence[OneProgram], found: RunDifferences) -> bool:
     """Return whether a distance is no more than rounding makes of it, and, in low formats, formats are the same and no
     kernel is beyond its bound, either.
     """
@@ -41,7 +41,7 @@ def beyond_bounds(found: RunDifferences) -> bool:
     )
 
 
-def is_wide(program: Compared) -> bool:
+def is_wide(program: OneProgram) -> bool:
     """Return whether no call computes in a low format."""
     return not any(_LOW.intersection(call.computes.split(",")) for call in program.run.calls)
 

@@ -141,9 +141,7 @@ class Policy:
         if extra and self.layers:
             names = ", ".join(extra)
             found = f"{other.name} extends {names}, which would have to come below rules that are there"
-            advice = (
-                f"Merge the other way round (in a file: name {names} first), or let {self.name} extend {names} itself."
-            )
+            advice = f"Merge the other way round (in a file: name {names} first), or let {self.name} extend {names}."
             raise PolicyError(f"{self.name} merged with {other.name}", found, advice=advice)
         settings: dict[str, Any] = {key: getattr(other, key) or getattr(self, key) for key in SETTINGS}
         settings |= {"allowances": self.allowances + other.allowances, "storage": other.storage or self.storage}
@@ -183,8 +181,6 @@ class Policy:
         if inner == self.effective_inner:
             return self
         return self.remembered(("inner", inner), lambda: replace(self, inner=inner))
-
-    # -- questions
 
     @cached_property
     def lacking(self) -> dict[str, dict[Format | None, Lack]]:

@@ -370,12 +370,10 @@ def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Fou
         elif most.is_weight:
             advice = (
                 "Keep the weights in fp32, model.float(), and run the forward in a region, nc.autocast(device, dtype); "
-                "or use an optimizer with stochastic rounding, or one that holds what was rounded away (Kahan)."
+                "or what completes them: nc.store(model, optimizer, {'master': 'remainder'}) (or rounding: stochastic)."
             )
         else:
-            advice = (
-                "Keep the average in fp32 (copy.deepcopy(model).float(), average.float()) and add value.float() to it."
-            )
+            advice = "Keep the average in fp32 (copy.deepcopy(model).float(), average.float()), and add value.float()."
         findings.append((UPDATES if most.is_weight else AVERAGE, what, advice, most.site))
     return findings
 

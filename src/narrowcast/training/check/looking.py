@@ -101,8 +101,6 @@ class LoopObserver(Observer):
         self.adviser.let_go({id(t) for t in tensors})
         self._stale.forget()
 
-    # -- as it runs ----------------------------------------------------------------------------------------------------
-
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module's call; the outermost shows whether it is an evaluation."""
         if self._depth:
@@ -374,8 +372,6 @@ class LoopObserver(Observer):
     def _say(self, finding: Found | None) -> None:
         if finding is not None:
             self.add(*finding)
-
-    # -- at the end ----------------------------------------------------------------------------------------------------
 
     def judge(self) -> None:
         """Report what only all of the steps together show."""

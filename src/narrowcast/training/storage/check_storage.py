@@ -13,6 +13,7 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from narrowcast.core.ledger import Advice
+from narrowcast.core.policy.storage import FP32, REMAINDER
 from narrowcast.errors import RunError, first_line
 from narrowcast.observation.restore.memory import in_memory
 from narrowcast.output.words import and_more, counted, number_text
@@ -208,8 +209,8 @@ def _lost_updates(
     what += f"elements of group {kept.group} in {FORMATS[dtype]}, of {share:.0%} of {name}"
     if kept.lost_at_least is not None and kept.lost_at_least < kept.lost:
         what += f"; of {kept.lost_at_least:.1%} where they are the largest that its betas allow"
-    todo = "Keep weights in fp32 and compute in a region, or step copies in fp32, or round stochastically "
-    todo += "(torchao.optim), or keep what is rounded away (optimi)."
+    todo = "Keep weights in fp32 and compute in a region; or what completes them: nc.store(model, optimizer, "
+    todo += f'{{"master": "{REMAINDER if dtype is torch.bfloat16 else FP32}"}}).'
     yield Advice(UPDATES, what, todo, name, "", 0)
 
 

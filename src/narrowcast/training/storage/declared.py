@@ -11,11 +11,10 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from narrowcast.core.policy import as_policy
-from narrowcast.core.policy.storage import EIGHT_BITS, FP32, KeptFormats, Storage, StorageRule
+from narrowcast.core.policy.storage import EIGHT_BITS, FP32, Storage, StorageRule
 from narrowcast.errors import RunError
-from narrowcast.formats import parse_format
 from narrowcast.output.words import and_more, counted
-from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, LOW, is_sharded_tensor
+from narrowcast.runtime.torch_bridge import FORMATS, LOW, is_sharded_tensor
 from narrowcast.runtime.torch_surface.modules import (
     formats_of_wrapper,
     has_schedule,
@@ -72,8 +71,8 @@ def slots_of(
                     f"{asked}: {name}", f"it is in {parameter.dtype}", advice="Only fp32, bf16, fp16 are stored."
                 )
             kept = kept.checked(kept.weight or own.name, name)
-            _check_parameter(asked, name, parameter, kept, wrapper is not None)
-            slots[id(parameter)] = StoredParameter.of(name, parameter, kept, number)
+            slots[id(parameter)] = slot = StoredParameter.of(name, parameter, kept, number)
+            _check_slot(asked, slot, wrapper is not None)
     return list(slots.values()), unmatched
 
 
@@ -109,9 +108,8 @@ def _names(model: torch.nn.Module) -> tuple[dict[int, str], dict[int, tuple[str,
     return names, classes
 
 
-def _check_parameter(asked: str, name: str, parameter: torch.Tensor, kept: KeptFormats, is_in_ddp: bool) -> None:
-    weight = DTYPES[parse_format(str(kept.weight))]
-    gradient = weight if kept.gradient is None else DTYPES[parse_format(kept.gradient)]
+def _check_slot(asked: str, slot: StoredParameter, is_in_ddp: bool) -> None:
+    name, parameter, kept, weight, gradient = slot.name, slot.parameter, slot.kept, slot.dtype, slot.dtype_of_gradient
     if kept.moments == EIGHT_BITS and find_spec("torchao") is None:
         advice = 'pip install torchao, or write moments = "bf16".'
         raise RunError(f'{asked}: moments = "8bit"', "torchao, which has them, is not installed", advice=advice)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -120,7 +120,7 @@ def _compiled(formula: Formula, way: str) -> Callable[..., list[torch.Tensor]]:
     """
     code = _pass.__code__.replace(co_name=f"step_{way}_{abs(hash(formula))}")
     function = FunctionType(code, _pass.__globals__, code.co_name)
-    return torch.compile(function, dynamic=True, fullgraph=True)
+    return partial(torch.compile(function, dynamic=True, fullgraph=True), formula, way)
 
 
 _NAMES = {torch.float32: "float", torch.bfloat16: "bf16"}
@@ -222,10 +222,10 @@ class Passes:
             told = some if not told else [a + b for a, b in zip(told, some, strict=True)]
         return told if before is None else [before, sum_of_bits(weight)]
 
-    def _compile(self, make: Callable[..., Any], formula: Formula, way: str, *more: Any) -> Callable[..., Any] | None:
-        """Return a compiled pass; None, from now on, where there is no compiler."""
+    def _compile(self, make: Callable[..., Any], *given: Any) -> Callable[..., Any] | None:
+        """Return a pass that is compiled; None, from now on, where there is no compiler."""
         try:
-            return make(formula, way, *more) if make is _in_cpp else partial(make(formula, way), formula, way)
+            return cast("Callable[..., Any]", make(*given))
         except Exception as error:  # of whatever compiler is there, or is not
             self._compiles = False
             self.notes.append(f"steps are not compiled: {first_line(error)}")

@@ -13,7 +13,7 @@ import torch
 
 from narrowcast.core.policy.storage import FP32, KAHAN, REMAINDER, Storage
 from narrowcast.errors import RunError, reason_of
-from narrowcast.runtime.torch_bridge import part_of, with_part
+from narrowcast.runtime.torch_bridge import FORMATS, part_of, with_part
 from narrowcast.runtime.torch_surface.dispatch import quietly, version_of
 from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.storage.as_tensors import (
@@ -92,6 +92,16 @@ class Resumed:
                 self._put_states(found)
         finally:
             self._convert_from = None
+
+    def _check_parameters(self, asked: str, advice: str) -> None:
+        """Raise RunError unless the optimizer's parameters are those that are stored, in their formats."""
+        for one in optimized_by(self.optimizer):
+            if one not in self.of_parameter:
+                raise RunError(asked, f"a parameter of shape {tuple(one.shape)} was added later", advice=advice)
+        for slot in self.slots:
+            if slot.parameter.dtype is not slot.dtype:
+                found = f"{slot.name} is stored in {slot.kept.weight}, and now in {FORMATS.get(slot.parameter.dtype)}"
+                raise RunError(asked, found, advice="Call undo() before the model is converted.")
 
     def _note_bits(self, slot: StoredParameter) -> None:
         """Note the bits of a weight whose rest cannot tell whether somebody wrote to it."""
@@ -208,10 +218,7 @@ class Resumed:
         asked = "load_state_dict of what is stored"
         was = bytes(saved["name"].tolist()).decode().rstrip() if "name" in saved else PLAIN_TORCH
         digest = bytes(saved["digest"].tolist()).hex() if "digest" in saved else ""
-        new = next((one for one in optimized_by(self.optimizer) if one not in self.of_parameter), None)
-        if new is not None:
-            found = f"a parameter of shape {tuple(new.shape)} was added later"
-            raise RunError(asked, found, advice="Make model and optimizer, call nc.store, then load.")
+        self._check_parameters(asked, "Make model and optimizer, call nc.store, then load.")
         if not digest and count is None:
             advice = "Give what stored.state_dict() or optimizer.state_dict() returned."
             raise RunError(asked, "it was saved by neither", advice=advice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from weakref import finalize, ref
+from weakref import finalize
 
 import torch
 
@@ -13,20 +13,19 @@ from narrowcast.core.policy import Policy
 from narrowcast.core.policy.storage import BF16, FP32, NEAREST, Storage
 from narrowcast.errors import RunError
 from narrowcast.runtime.sites.python_stack import warn_here
-from narrowcast.runtime.torch_bridge import FORMATS, is_sharded_tensor, part_of, with_part
+from narrowcast.runtime.torch_bridge import is_sharded_tensor, part_of, with_part
 from narrowcast.runtime.torch_surface.dispatch import quietly, version_of
 from narrowcast.runtime.torch_surface.dynamo import never_trace
 from narrowcast.runtime.torch_surface.grad_scaling import innermost, keep_scale_outside, take_scale
 from narrowcast.runtime.torch_surface.modules import (
     hooked_step,
-    optimized_by,
     step_for_schedules,
     step_without_hooks,
-    told_of_replicas,
 )
 from narrowcast.runtime.weights.stored import STORED, note_stored, stored_by
 from narrowcast.training.storage.declared import declared_by, notes_on, slots_of
 from narrowcast.training.storage.passes import MOMENTS, Formula, Passes, formula_of, numbers_of
+from narrowcast.training.storage.replicas import Replicas
 from narrowcast.training.storage.resumed import Resumed
 from narrowcast.training.storage.rounding import PLAIN, sum_of_bits
 from narrowcast.training.storage.slots import RESTS, StoredParameter, convert, place
@@ -52,9 +51,7 @@ def store(model: torch.nn.Module, optimizer: Any, storage: Policy | str | Path |
     name, declared = declared_by(storage)
     inner = innermost(optimizer)
     slots, unmatched = slots_of(model, inner, declared)
-    stored = Stored(inner, name, declared, slots, notes_on(model, inner, slots, unmatched))
-    stored.hear_of_replicas(model)
-    return stored
+    return Stored(inner, name, declared, slots, notes_on(model, inner, slots, unmatched), Replicas(model))
 
 
 def stored_of(optimizer: Any) -> Stored | None:
@@ -76,20 +73,21 @@ class Stored(Resumed):
     """
 
     def __init__(
-        self, optimizer: Any, name: str, storage: Storage, slots: list[StoredParameter], notes: Sequence[str] = ()
-    ) -> None:
+        self, optimizer: Any, name: str, storage: Storage, slots: list[StoredParameter],
+        notes: Sequence[str] = (), replicas: Replicas | None = None,
+    ) -> None:  # fmt: skip
         self.name, self.storage, self.optimizer, self.slots = name, storage, optimizer, slots
-        self.update = 0
+        self.update, self._replicas = 0, replicas or Replicas()
         self.of_parameter = {slot.parameter: slot for slot in slots}
         self._passes = Passes(sum(slot.weight.numel() for slot in slots))
         self.notes = self._passes.notes
         self.notes += notes
-        self._told: list[tuple[torch.Tensor, ...] | float] = []
+        self._lost: list[float] = []
+        self._unread: list[list[torch.Tensor]] = []  # how many elements moved, how many stayed, ... by step
         self._changed: set[str] = set()
         self._copies: dict[StoredParameter, torch.nn.Parameter] = {}
         self._sums = {}
         self._used = {}
-        self._replicas: Callable[[], Any] = lambda: None
         self._is_on = True
         with quietly():
             for slot in slots:
@@ -98,7 +96,8 @@ class Stored(Resumed):
                 note_stored(slot.parameter, self)
                 made = optimizer.state.get(slot.parameter, {})  # some make it before they step
                 made.update(slot.narrowed({k: v.float() if slot.is_moment(v) else v for k, v in made.items()}, None))
-        self._handles = self._hear_of_state()
+        self._handles = [*self._hear_of_state(), self._replicas]
+        finalize(self, self._replicas.remove)
         self._takes_scale = keep_scale_outside(optimizer)
         self._run = hooked_step(optimizer, lambda _, *given, **named: self.step(*given, **named))
         self._step_before = vars(optimizer).get("step")
@@ -117,11 +116,11 @@ class Stored(Resumed):
         """The share of the elements that a step moved whose updates rounding lost, step by step: of weights that are
         rounded to nearest and have no master. 0 where there are none.
         """
-        for number, told in enumerate(self._told):
-            if isinstance(told, tuple):
-                moved, kept = (float(sum(map(float, rows))) for rows in (told[0::2], told[1::2]))
-                self._told[number] = kept / moved if moved else 0.0
-        return [float(one) for one in self._told if not isinstance(one, tuple)]
+        for told in self._unread:
+            moved, kept = (sum(map(float, rows)) for rows in (told[0::2], told[1::2]))
+            self._lost.append(kept / moved if moved else 0.0)
+        self._unread.clear()
+        return [*self._lost]
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Return the bytes on this rank before they were stored and now, by kind: weight, master (or remainder, or
@@ -185,27 +184,6 @@ class Stored(Resumed):
                 self.optimizer.step = self._step_before
         delattr(self.optimizer, STORED)
 
-    def hear_of_replicas(self, model: torch.nn.Module) -> None:
-        """Note the DistributedDataParallel that is made around a model later: it makes weights equal on all ranks."""
-        if torch.distributed.is_available():
-            own = ref(self)
-
-            def tell(outer: Any) -> None:
-                stored = own()
-                if stored is not None:
-                    stored._replicas = ref(outer)
-
-            self._handles.append(told_of_replicas(model, tell))
-            finalize(self, self._handles[-1].remove)
-
-    def _follow_first_rank(self) -> None:
-        """Take what is kept besides weights from the rank that DistributedDataParallel took weights from."""
-        outer, self._replicas = self._replicas(), lambda: None
-        for slot in self.slots if outer is not None else ():
-            if slot.rest is not None:
-                torch.distributed.broadcast(slot.rest.view(torch.uint8), group_src=0, group=outer.process_group)
-            self._note_bits(slot)
-
     # -- a step
 
     def step(self, *given: Any, **named: Any) -> Any:
@@ -216,13 +194,10 @@ class Stored(Resumed):
             with torch.enable_grad():
                 loss = closure()
             closure = _once(loss)
-        new = next((one for one in optimized_by(self.optimizer) if one not in self.of_parameter), None)
-        if new is not None:
-            advice = "Call undo() before add_param_group, and nc.store with a new optimizer after it."
-            raise RunError("a step", f"a parameter of shape {tuple(new.shape)} was added later", advice=advice)
-        self._check_formats()
+        self._check_parameters("a step", "Call undo() before add_param_group, and nc.store with a new one after it.")
         with quietly():
-            self._follow_first_rank()
+            for slot in self.slots if self._replicas.make_equal(self.slots) else ():
+                self._note_bits(slot)
             own = list(self._own_slots())
             stepped = {id(slot) for slot, _, _ in own}
             lent = [slot for slot in self.slots if id(slot) not in stepped]
@@ -234,16 +209,9 @@ class Stored(Resumed):
                 raise
             told += self._pass(own)
             self._use_gradients()
-        self._told.append(tuple(told) if told else 0.0)
-        if len(self._told) > _PENDING and isinstance(self._told[-_PENDING], tuple):
-            self.lost  # noqa: B018  reads what waits
+        self._unread.append(told)
+        self._lost = self.lost if len(self._unread) > _UNREAD else self._lost
         return loss
-
-    def _check_formats(self) -> None:
-        for slot in self.slots:
-            if slot.parameter.dtype is not slot.dtype:
-                found = f"it is stored in {slot.kept.weight}, and is in {FORMATS.get(slot.parameter.dtype)} now"
-                raise RunError(f"a step of {slot.name}", found, advice="Call undo() before the model is converted.")
 
     def _own_slots(self) -> Iterator[tuple[StoredParameter, Formula, int]]:
         """Yield the parameters that are stepped in a pass, with the formula, and the number of their step."""
@@ -384,8 +352,8 @@ class Stored(Resumed):
         return [size] * len(self._names_of(formula)) if formula is not None else []
 
 
-_PENDING = 64
-"""Steps whose counts of lost updates may wait on a device."""
+_UNREAD = 64
+"""Steps whose counts of lost updates may stay on a device, unread: reading waits for it."""
 
 
 def _step_of(optimizer: Any, *given: Any, **named: Any) -> Any:
