@@ -490,3 +490,16 @@ def test_an_average_is_no_master():
         optimizer.step()
     kinds = [one.kind for one in nc.check_storage(model, optimizer, checkpoint=model.state_dict()).findings]
     assert "masters apart from their weights" not in kinds and "a checkpoint without masters" not in kinds
+
+
+@pytest.mark.parametrize("rule", [{"parameter": "0.*"}, {"parameter": "1.weight"}])
+def test_what_is_kept_in_two_ways_is_judged_in_both(rule):
+    """Parameters of one format, of which a rule lets some lose their updates: these are named."""
+    model = nn.Sequential(nn.Linear(64, 65), nn.Linear(65, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    nc.store(model, optimizer, {"weight": "bf16", "master": "remainder", "rule": [{**rule, "master": "none"}]})
+    found = nc.check_storage(model, optimizer)
+    assert found.verdict == "wrong"
+    assert [kept.lost is not None for kept in found.groups].count(True) == 1
+    assert rule["parameter"][0] + "." in found.findings[0].what
+    assert "nc.store(model, optimizer" in found.findings[0].todo

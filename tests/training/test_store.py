@@ -311,7 +311,7 @@ class TestOptimizers:
         assert moved.nonzero().flatten().tolist() == [1, 3]
         assert head.weight is own.weight
         assert own.bias.dtype is torch.float32
-        assert stored.notes == ["Of no group, and as before: 1.bias."]
+        assert stored.notes == ["Of no group of this optimizer, and as before: 1.bias."]
 
     def test_layouts_stay(self):
         model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
@@ -416,6 +416,78 @@ class TestCheckpoints:
             again.load_state_dict(lacking)
         assert same(before, state(other, again))
 
+    @pytest.mark.parametrize(
+        ("name", "value", "found"),
+        [
+            ("update", torch.zeros(3), "update is no finite number"),
+            ("update", None, "update is not there"),
+            ("groups/0/lr", torch.tensor(math.nan), "groups/0/lr is no finite number"),
+            ("0.weight/state/exp_avg", torch.zeros(33, 16, device="meta"), "exp_avg of 0.weight is no tensor"),
+            ("0.weight/state/exp_avg", torch.zeros(33, 16).bfloat16(), "exp_avg of 0.weight is in bf16, not in fp32"),
+            ("0.weight/state/step", torch.tensor(-1.0), "step of 0.weight is"),
+            ("0.weight/master", torch.zeros(33, 16).bfloat16(), "master of 0.weight is in bf16, not in fp32"),
+            ("parameters", torch.zeros(32, dtype=torch.uint8), "of another optimizer, or of parameters of other"),
+            ("digest", torch.zeros(32), "digest is not what was saved"),
+        ],
+    )
+    def test_damage_is_refused_before_anything_changes(self, name, value, found):
+        model, optimizer, stored = made(FORMS["master"])
+        step(model, optimizer)
+        saved = {key: one for key, one in stored.state_dict().items() if key != name or value is not None}
+        step(model, optimizer)
+        before = state(model, stored)
+        with pytest.raises(RunError, match=found):
+            stored.load_state_dict(saved if value is None else saved | {name: value})
+        assert same(before, state(model, stored))
+
+    def test_one_optimizer_s_checkpoint_is_no_other_s(self):
+        """Nor is that of other groups."""
+        model, optimizer, stored = made(FORMS["master"])
+        step(model, optimizer)
+        for make in (OTHERS["RMSprop"], lambda ps: adamw([{"params": one} for one in ps])):
+            with pytest.raises(RunError, match="of another optimizer, or of parameters of other"):
+                made(FORMS["master"], make)[2].load_state_dict(stored.state_dict())
+
+    def test_the_optimizer_first_or_the_model_and_a_rewind(self):
+        """The order is free, nothing false is said, and a gradient that was pending is gone."""
+        model, optimizer, stored = made(FORMS["remainder"])
+        step(model, optimizer)
+        kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        wanted = state(model, stored)
+        step(model, optimizer)
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.load_state_dict(kept[1])
+        model.load_state_dict(kept[0])
+        assert all(p.grad is None for p in model.parameters())
+        assert same(wanted, state(model, stored))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(model, optimizer)
+
+    def test_hooks_and_methods_of_one_s_own_hold(self):
+        """A hook on loading keeps its effect; a class with its own load_state_dict is resumed."""
+
+        class Own(torch.optim.RMSprop):
+            def load_state_dict(self, saved):
+                groups = zip(saved["param_groups"], self.param_groups, strict=True)
+                self.param_groups = [{**group, "params": own["params"]} for group, own in groups]
+                order = [p for group in self.param_groups for p in group["params"]]
+                self.state.update({order[n]: dict(one) for n, one in saved["state"].items()})
+
+        model, optimizer, stored = made(FORMS["master"], Own)
+        step(model, optimizer)
+        kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        other, second, again = made(FORMS["master"], Own)
+        other.load_state_dict(kept[0])
+        second.load_state_dict(kept[1])
+        assert same(state(model, stored), state(other, again))
+        model, optimizer, _ = made(FORMS["master"])
+        optimizer.register_load_state_dict_post_hook(lambda one: [s["exp_avg"].zero_() for s in one.state.values()])
+        step(model, optimizer)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert not optimizer.state[model[0].weight]["exp_avg"].any()
+
     def test_plain_torch_loads_what_was_stored(self):
         model, optimizer, _ = made(FORMS["remainder"])
         step(model, optimizer)
@@ -447,7 +519,7 @@ class TestAround:
         step(model, optimizer)
         with torch.no_grad():
             model[0].weight.data[0] = 5.0
-        with pytest.warns(UserWarning, match=r"16 elements of 0\.weight were written") as told:
+        with pytest.warns(UserWarning, match=r"0\.weight changed since the last step") as told:
             step(model, optimizer)
         assert told[0].filename == __file__
         assert float((model[0].weight[0] - 5).abs().max()) < 0.1
@@ -504,6 +576,118 @@ class TestAround:
         step(model, optimizer)
         assert "step" not in vars(copy.deepcopy(optimizer))
         assert copy.deepcopy(model)[0].weight.dtype is torch.bfloat16
+
+
+class TestChangedSince:
+    """What is changed between steps, outside of the optimizer: it is followed, or refused by name."""
+
+    @pytest.mark.parametrize("change", ["larger", "smaller", "moment"])
+    def test_other_shapes_are_refused_before_a_step(self, change):
+        """In C++, which would write beyond the memory."""
+        model = nn.Linear(512, 512)
+        optimizer = adamw(model.parameters())
+        stored = nc.store(model, optimizer, FORMS["remainder"])
+        loss = model(torch.ones(1, 512).bfloat16()).float().square().mean()
+        loss.backward()
+        if change == "moment":
+            optimizer.state[model.weight]["exp_avg"] = torch.zeros(3)
+        else:
+            model.weight.grad = None
+            model.weight.data = torch.zeros(513 if change == "larger" else 4, 512, dtype=torch.bfloat16)
+        with pytest.raises(RunError, match="has shape"):
+            optimizer.step()
+        assert stored.update == 0
+        stored.undo()
+
+    def test_groups_are_those_of_now(self):
+        """A parameter that is moved to another group, or taken out of its own, is stepped as torch does."""
+
+        def moved(change, declared):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+            groups = [{"params": [model[0].weight], "lr": 1.0}, {"params": [model[1].weight], "lr": 0.0}]
+            optimizer = torch.optim.SGD(groups)
+            if declared is not None:
+                nc.store(model, optimizer, declared)
+            before = [p.detach().clone() for p in model.parameters()]
+            change(optimizer.param_groups)
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            return [bool((a != b).any()) for a, b in zip(before, model.parameters(), strict=True)]
+
+        def exchanged(groups):
+            groups[1]["params"].append(groups[0]["params"].pop())
+
+        changes = [
+            lambda groups: groups[0]["params"].clear(),
+            exchanged,
+            lambda groups: groups.reverse(),
+            lambda g: g.pop(0),
+        ]
+        for change in changes:
+            for form in ("master", "nearest"):
+                assert moved(change, FORMS[form]) == moved(change, None)
+
+    def test_gradients_that_a_step_clears_are_cleared(self):
+        class Clearing(torch.optim.RMSprop):
+            def step(self, closure=None):
+                super().step(closure)
+                self.zero_grad()
+
+        model, optimizer, _ = made(FORMS["master"], Clearing)
+        loss_of(model).backward()
+        optimizer.step()
+        assert all(p.grad is None for p in model.parameters())
+
+    def test_what_computes_its_loss_at_other_weights_is_refused(self):
+        """SAM: its second loss would be the first one's, and its base optimizer steps past what is stored."""
+
+        class Sam(torch.optim.Optimizer):
+            def __init__(self, params, lr=1e-3):
+                super().__init__(params, {"lr": lr})
+                self.base = torch.optim.AdamW(self.param_groups, lr=lr)
+                self.param_groups = self.base.param_groups
+
+            @torch.no_grad()
+            def step(self, closure=None):
+                parameters = [p for group in self.param_groups for p in group["params"]]
+                for p in parameters:
+                    p.add_(p.grad * 0.01)
+                with torch.enable_grad():
+                    closure()
+                self.base.step()
+
+        model, optimizer, _ = made(FORMS["master"], Sam)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            return loss
+
+        with pytest.raises(RunError, match="computes its loss again"):
+            optimizer.step(closure)
+        with pytest.raises(RunError, match=r"0\.weight is stored, of another Sam"):
+            optimizer.base.step()
+
+    def test_a_weight_of_any_scale_is_told_once(self):
+        """All of 8,192 elements halved, in two weights: one note."""
+        model = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 128))
+        optimizer = adamw(model.parameters())
+        stored = nc.store(model, optimizer, FORMS["remainder"])
+        for number in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter, dtype=torch.float32)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                optimizer.step()
+            assert len(told) == (number == 1)
+            with torch.no_grad():
+                model[0].weight.mul_(0.5)
+                model[1].weight.mul_(0.5)
+        assert stored.notes == ["0.weight and 1 more weight changed since the last step, not by the optimizer: "
+                                "what completes them follows."]  # fmt: skip
 
 
 class TestDeclaration:
@@ -564,6 +748,20 @@ class TestDeclaration:
             nc.store(model, optimizer, declared)
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert "step" not in vars(optimizer)
+
+    def test_models_that_cannot_be_are_refused(self):
+        """Without values; and a norm that would run with statistics in another format, until a rule says otherwise."""
+        with torch.device("meta"):
+            empty = net()
+        with pytest.raises(RunError, match="on the meta device"):
+            nc.store(empty, adamw(empty.parameters()), FORMS["master"])
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        with pytest.raises(RunError, match=r"1 \(BatchNorm1d\) keeps statistics in fp32") as refused:
+            nc.store(model, adamw(model.parameters()), FORMS["remainder"])
+        assert '[[storage.rule]] class = "BatchNorm1d", weight = "fp32"' in str(refused.value)
+        rule = {"class": "BatchNorm1d", "weight": "fp32"}
+        nc.store(model, adamw(model.parameters()), FORMS["remainder"] | {"rule": [rule]})
+        assert model[1].weight.dtype is torch.float32 and model[0].weight.dtype is torch.bfloat16
 
     def test_optimizers_that_cannot_be_are_refused(self):
         model = net()

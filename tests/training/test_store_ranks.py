@@ -134,8 +134,8 @@ def test_shards_and_replicas_are_stored_and_resumed(tmp_path):
         assert "has made its buckets for 0.weight in fp32" in buckets
         assert "reduces gradients of 0.weight in fp32, not in bf16" in reduced
         assert noted == []
-        assert "model.to(torch.bfloat16) before fully_shard" in converted
-        assert "keeps gradients of 0.weight in the format of its shards" in shards
+        assert "model.to(torch.bfloat16) before it is sharded" in converted
+        assert "gradients of 0.weight are kept in the format of its shards" in shards
         assert "fully_shard reduces gradients in bf16" in both[0]
     for name, form in FORMS.items():
         for make in (torch.optim.AdamW, torch.optim.RMSprop):

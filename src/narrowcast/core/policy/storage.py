@@ -135,7 +135,7 @@ def _rule(row: Mapping[str, Any]) -> StorageRule:
         found = "it is about all parameters" if not asked else "it says nothing"
         advice = f"Write one of {', '.join(_ASKED)}, and one of {', '.join(_CHOICES)}."
         raise PolicyError("a storage rule", found, advice=advice)
-    return StorageRule(tuple(asked.items()), tuple(kept.items()))
+    return StorageRule(tuple(sorted(asked.items())), tuple(sorted(kept.items())))
 
 
 def _said(table: Mapping[str, Any], where: str) -> dict[str, str]:

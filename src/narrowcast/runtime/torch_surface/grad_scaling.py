@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable
 from traceback import walk_stack
@@ -159,6 +160,8 @@ def offsets_of_part(tensor: Any) -> tuple[int, ...] | None:
     return tuple(offsets)
 
 
+stored_indices: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._indices
+"""The indices that a sparse tensor stores, equal ones too."""
 stored_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
 """The values that a sparse tensor stores, of equal indices each on its own."""
 
@@ -180,7 +183,8 @@ _told: list[Callable[[list[Any]], None]] = []
 def _telling(clip: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(clip)
     def notifying(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if _told and not torch.compiler.is_compiling():
+        limit = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
+        if _told and limit != math.inf and not torch.compiler.is_compiling():  # which asks for the norm alone
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             for tell in tuple(_told):
                 tell(parameters)

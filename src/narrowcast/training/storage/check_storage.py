@@ -87,7 +87,7 @@ def check_storage(
         probes = Probes(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             settings = settings_of(group, lr)
-            for dtype, parameters in _by_dtype(group["params"]).items():
+            for (dtype, _), parameters in _alike(group["params"], optimizer).items():
                 _judge_group(
                     result, number, dtype, _OneGroup(optimizer, settings, parameters, weights, masters), probes
                 )
@@ -275,10 +275,12 @@ def _at_largest(group: _OneGroup, trained: Sequence[torch.Tensor], update: float
     return sum(_lost(one, largest) * one.numel() for one in trained) / sum(one.numel() for one in trained)
 
 
-def _by_dtype(parameters: Sequence[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
-    found: dict[torch.dtype, list[torch.Tensor]] = {}
+def _alike(parameters: Sequence[torch.Tensor], optimizer: Any) -> dict[tuple[Any, Any], list[torch.Tensor]]:
+    """Return parameters that are kept in one way together."""
+    found: dict[tuple[Any, Any], list[torch.Tensor]] = {}
     for one in parameters:
-        found.setdefault(one.dtype, []).append(one)
+        slot = slot_of(optimizer, one)
+        found.setdefault((one.dtype, slot and slot.kept), []).append(one)
     return found
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from narrowcast.core.ledger import Advice
+from narrowcast.core.policy.storage import FP32
 from narrowcast.errors import RunError, reason_of
 from narrowcast.output.words import and_more
 from narrowcast.runtime.torch_bridge import FORMATS, values_of
@@ -144,7 +145,10 @@ def losses_of(
             missing.append(name)
         if name in ways:
             rest = f"{name}/{RESTS[ways[name]]}"
-            if not any(f".{one.path}".endswith(f".{rest}") for one in entries):
+            there = next((one for one in entries if f".{one.path}".endswith(f".{rest}")), None)
+            if there is not None and ways[name] == FP32 and there.dtype is not torch.float32:
+                lost.setdefault(NARROWER, []).append((f"{name}/master", f"{_format(there.dtype)}, not fp32"))
+            elif there is None:
                 lost.setdefault(NO_MASTERS, []).append((name, RESTS[ways[name]]))
         elif master is not None:
             if not any(_holds(one, name, weight, master) for one in entries):

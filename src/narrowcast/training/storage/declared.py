@@ -58,6 +58,9 @@ def slots_of(
             if name is None:
                 found = f"a parameter of group {number}, of shape {tuple(parameter.shape)}, is none of the model's"
                 raise RunError(asked, found, advice="Give the model whose parameters() the optimizer was made of.")
+            if parameter.is_meta or parameter.is_inference():
+                what = "on the meta device, without values" if parameter.is_meta else "made in inference mode"
+                raise RunError(f"{asked}: {name}", f"it is {what}", advice="Make the model with values, then store it.")
             if holder_of(parameter) is not None:
                 raise RunError(asked, f"{name} is stored already, of another optimizer", advice="Call its undo().")
             if id(parameter) in slots:
@@ -73,7 +76,19 @@ def slots_of(
             kept = kept.checked(kept.weight or own.name, name)
             slots[id(parameter)] = slot = StoredParameter.of(name, parameter, kept, number)
             _check_slot(asked, slot, wrapper is not None)
+    _check_statistics(asked, model, slots)
     return list(slots.values()), unmatched
+
+
+def _check_statistics(asked: str, model: torch.nn.Module, slots: Mapping[int, StoredParameter]) -> None:
+    """Raise RunError for a norm whose running statistics would be in another format than its weight: it cannot run."""
+    for name, module in model.named_modules():
+        statistics, slot = getattr(module, "running_mean", None), slots.get(id(getattr(module, "weight", None)))
+        if slot is not None and isinstance(statistics, torch.Tensor) and statistics.dtype is not slot.dtype:
+            kind = type(module).__name__
+            found = f"{name} ({kind}) keeps statistics in {FORMATS.get(statistics.dtype)}, and runs in one format"
+            advice = f'Add a rule: [[storage.rule]] class = "{kind}", weight = "fp32"; or call model.to(dtype) before.'
+            raise RunError(asked, found, advice=advice)
 
 
 def _check_optimizer(asked: str, model: Any, optimizer: Any) -> None:
@@ -88,7 +103,7 @@ def _check_optimizer(asked: str, model: Any, optimizer: Any) -> None:
     if any(float(one.get("step", 1)) for one in map(optimizer.state.get, optimized_by(optimizer)) if one):
         advice = "Call nc.store with a new optimizer, and then load this one's: "
         advice += 'stored.load_state_dict(optimizer.state_dict(), convert_from="torch").'
-        raise RunError(asked, "it has stepped: its state is made of other formats", advice=advice)
+        raise RunError(asked, "it has stepped, or made states that it may have: of other formats", advice=advice)
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         found, advice = "its steps compute the loss several times", "Train with weights in fp32."
@@ -121,12 +136,11 @@ def _check_slot(asked: str, slot: StoredParameter, is_in_ddp: bool) -> None:
         raise RunError(asked, found, advice='Leave gradient out, or write weight = "fp32".')
     if is_sharded_tensor(parameter) and weight is not parameter.dtype:
         found = f"{name} is sharded in {FORMATS[parameter.dtype]} already"
-        raise RunError(
-            asked, found, advice=f"Call model.to({weight}) before fully_shard, and make the optimizer after."
-        )
+        advice = f"Call model.to({weight}) before it is sharded (fully_shard, ...), and make the optimizer after."
+        raise RunError(asked, found, advice=advice)
     if is_sharded_tensor(parameter) and gradient is not weight:
-        found = f"fully_shard keeps gradients of {name} in the format of its shards, {kept.weight}"
-        advice = "Leave gradient out; MixedPrecisionPolicy(reduce_dtype=torch.float32) reduces them in fp32."
+        found = f"gradients of {name} are kept in the format of its shards, {kept.weight}"
+        advice = "Leave gradient out; MixedPrecisionPolicy(reduce_dtype=torch.float32) of fully_shard reduces in fp32."
         raise RunError(asked, found, advice=advice)
 
 
@@ -135,9 +149,9 @@ def notes_on(
 ) -> list[str]:
     """Return what a user should know of what is stored so."""
     notes, own = [], {id(slot.parameter) for slot in slots}
-    left = [name for name, one in model.named_parameters() if id(one) not in own]
+    left = [name for name, one in model.named_parameters() if id(one) not in own and holder_of(one) is None]
     if left:
-        notes.append(f"Of no group, and as before: {left[0]}{and_more(len(left) - 1, 'parameter')}.")
+        notes.append(f"Of no group of this optimizer, and as before: {left[0]}{and_more(len(left) - 1, 'parameter')}.")
     reduced = {formats_of_wrapper(one).get("reduce_dtype") for one in model.modules() if is_sharded(one)} - {None}
     for dtype in reduced:
         if dtype in LOW:

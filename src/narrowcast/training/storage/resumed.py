@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -13,22 +14,24 @@ import torch
 
 from narrowcast.core.policy.storage import FP32, KAHAN, REMAINDER, Storage
 from narrowcast.errors import RunError, reason_of
-from narrowcast.runtime.torch_bridge import FORMATS, part_of, with_part
+from narrowcast.runtime.torch_bridge import LOW, is_sharded_tensor, part_of, with_part
 from narrowcast.runtime.torch_surface.dispatch import quietly, version_of
 from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.storage.as_tensors import (
     blocks_of,
-    check_shape,
-    copied,
+    check_bytes,
+    check_number,
+    check_tensor,
     is_no_tensor,
-    is_number,
     leaves,
     made_of,
     only_one,
     states_in,
+    uncast,
     under,
     with_leaves,
 )
+from narrowcast.training.storage.passes import MOMENTS
 from narrowcast.training.storage.rounding import PLAIN, joined, sum_of_bits
 from narrowcast.training.storage.slots import RESTS, StoredParameter
 
@@ -37,6 +40,8 @@ KEY = "storage"
 PLAIN_TORCH = "torch"
 """What a state_dict of an optimizer is converted from that stored nothing."""
 _NAME_BYTES = 64
+ASKED = "load_state_dict of what is stored"
+_SAVED = "Give what state_dict() returned, or where it was saved."
 
 
 class Resumed:
@@ -52,6 +57,7 @@ class Resumed:
     _loading: tuple[Mapping[str, Any], Mapping[int, Any]] | None = None
     _convert_from: str | None = None
     _used: dict[str, tuple[Callable[[], Any], int]]
+    _is_on: bool
 
     def state_dict(self, gradients: bool | None = None) -> dict[str, torch.Tensor]:
         """Return all that training needs besides the model's own state_dict, as tensors in a flat dict, for torch.save,
@@ -79,8 +85,9 @@ class Resumed:
         """
         found = self._read(Path(saved), key) if isinstance(saved, str | Path) else saved
         if not isinstance(found, Mapping):
-            advice = "Give what state_dict() returned, or where it was saved."
-            raise RunError(f"load_state_dict({type(saved).__name__})", "it is no dict and no path", advice=advice)
+            raise RunError(f"load_state_dict({type(saved).__name__})", "it is no dict and no path", advice=_SAVED)
+        if not self._is_on:
+            raise RunError("load_state_dict()", "undo() was called", advice="Call nc.store with a new optimizer.")
         self._convert_from = convert_from
         try:
             if "param_groups" in found:
@@ -99,9 +106,10 @@ class Resumed:
             if one not in self.of_parameter:
                 raise RunError(asked, f"a parameter of shape {tuple(one.shape)} was added later", advice=advice)
         for slot in self.slots:
-            if slot.parameter.dtype is not slot.dtype:
-                found = f"{slot.name} is stored in {slot.kept.weight}, and now in {FORMATS.get(slot.parameter.dtype)}"
-                raise RunError(asked, found, advice="Call undo() before the model is converted.")
+            changed = slot.what_changed()
+            if changed:
+                advice = "Call undo() before a model is converted, moved or resized, and nc.store after that."
+                raise RunError(asked, f"{slot.name} {changed}", advice=advice)
 
     def _note_bits(self, slot: StoredParameter) -> None:
         """Note the bits of a weight whose rest cannot tell whether somebody wrote to it."""
@@ -138,21 +146,24 @@ class Resumed:
         pending = [slot for slot in self.slots if slot.parameter.grad is not None]
         if gradients is None:
             pending = [slot for slot in pending if self._is_new(slot)]
-        own["gradients"] = torch.full(
-            (), len(pending) if gradients is not False else 0, dtype=torch.int64, device="cpu"
-        )
+        count = 0 if gradients is False else len(pending)
+        own["gradients"] = torch.full((), count, dtype=torch.int64, device="cpu")
         for slot in self.slots:
             rest = slot.rest_in_shape()
             if rest is not None:
                 own[f"{slot.name}/{RESTS[slot.way]}"] = with_part(slot.parameter.detach(), rest.clone())
+            if slot.way in (REMAINDER, KAHAN) and not is_sharded_tensor(slot.parameter):
+                own[f"{slot.name}/bits"] = sum_of_bits(slot.weight).cpu()
         for slot in pending if gradients is not False else ():
             gradient: Any = slot.parameter.grad
-            own[f"{slot.name}/gradient"] = gradient.detach().clone(memory_format=torch.contiguous_format)
+            own |= {f"{slot.name}/gradient{part}": one for part, one in blocks_of(gradient.detach()).items()}
         return own
 
     def _parameters(self) -> bytes:
-        """Return a digest of the names and shapes of the parameters."""
-        rows = sorted(f"{slot.name} {tuple(slot.parameter.shape)}" for slot in self.slots)
+        """Return a digest of the optimizer's class, and of the names, shapes and groups of the parameters."""
+        groups = {one: n for n, group in enumerate(self.optimizer.param_groups) for one in group["params"]}
+        rows = sorted(f"{slot.name} {tuple(slot.shape)} {groups.get(slot.parameter)}" for slot in self.slots)
+        rows.append(type(self.optimizer).__name__)
         return hashlib.sha256("\n".join(rows).encode()).digest()
 
     def _count_states(self) -> int:
@@ -177,90 +188,131 @@ class Resumed:
 
     # -- loaded
 
-    def _hear_of_state(self) -> list[Any]:
-        """Add what is kept to the optimizer's own state_dict, and take it from there."""
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            return []
+    def _hear_of_state(self, stack: ExitStack) -> None:
+        """Add what is kept to the optimizer's own state_dict, and take it from there, until a stack is closed."""
+        optimizer = self.optimizer
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            return
 
         def add(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
             with quietly():
                 return {**saved, KEY: self._own()}
 
-        def take(_: Any, saved: dict[str, Any]) -> None:
-            own = saved.get(KEY, {})
-            count = sum(len(state) for number, state in saved["state"].items() if isinstance(number, int))
-            self._check(own, count)
-            self._check_states(saved["state"])
-            self._loading = own, dict(saved["state"])
+        stack.callback(optimizer.register_state_dict_post_hook(add).remove)
+        if self._is_loaded_by_torch():
+            stack.callback(optimizer.register_load_state_dict_pre_hook(lambda _, saved: self._take(saved)).remove)
+            stack.callback(optimizer.register_load_state_dict_post_hook(lambda _: self._put_loaded()).remove)
+            return
 
-        def put(_: Any) -> None:
-            own, states = self._loading or ({}, {})
-            self._loading = None
-            with quietly(), torch.no_grad():
-                self._put(own)
-                for number, slot in enumerate(self._in_order()):
-                    mine = self.optimizer.state[slot.parameter] if number in states else {}
-                    saved = {k: copied(v, slot) for k, v in states.get(number, {}).items() if not is_number(v)}
-                    self._put_state(slot, {**mine, **saved})  # a number may be a tensor in this torch
+        def load(saved: dict[str, Any]) -> None:
+            self._take(saved)
+            type(optimizer).load_state_dict(optimizer, saved)
+            self._put_loaded()
 
-        optimizer = self.optimizer
-        return [
-            optimizer.register_state_dict_post_hook(add),
-            optimizer.register_load_state_dict_pre_hook(take),
-            optimizer.register_load_state_dict_post_hook(put),
-        ]
+        vars(optimizer)["load_state_dict"] = load  # which need not run the hooks
+        stack.callback(vars(optimizer).pop, "load_state_dict", None)
+
+    def _is_loaded_by_torch(self) -> bool:
+        return type(self.optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+
+    def _take(self, saved: Mapping[str, Any]) -> None:
+        own = saved.get(KEY)
+        own, states = (own if isinstance(own, Mapping) else {}), saved["state"]
+        numbered = {number: state for number, state in states.items() if isinstance(number, int)}
+        self._check(own, sum(map(len, numbered.values())))
+        slots = self._in_order()
+        for number, state in numbered.items():
+            if number >= len(slots):
+                found = f"it has a state of parameter {number}, of {len(slots)}"
+                raise RunError(ASKED, found, advice="Load it into the model that it was saved of.")
+            self._check_states(slots[number], state, is_same="digest" in own and self._convert_from is None)
+        self._loading = own, dict(states)
+
+    def _put_loaded(self) -> None:
+        if self._loading is None:
+            return
+        (own, states), self._loading = self._loading, None
+        with quietly(), torch.no_grad():
+            self._put(own)
+            for number, slot in enumerate(self._in_order()):
+                mine, saved = self.optimizer.state.get(slot.parameter, {}), states.get(number, {})
+                mine = mine if number in states else {}
+                self._put_state(slot, {key: uncast(slot, value, saved.get(key)) for key, value in mine.items()})
 
     def _in_order(self) -> list[StoredParameter]:
         return [self.of_parameter[one] for one in optimized_by(self.optimizer)]
 
     def _check(self, saved: Mapping[str, Any], count: int | None = None) -> None:
         """Raise RunError unless what was saved can be restored. count: of states beside it; None, they are in it."""
-        asked = "load_state_dict of what is stored"
-        was = bytes(saved["name"].tolist()).decode().rstrip() if "name" in saved else PLAIN_TORCH
-        digest = bytes(saved["digest"].tolist()).hex() if "digest" in saved else ""
-        self._check_parameters(asked, "Make model and optimizer, call nc.store, then load.")
+        digest = check_bytes(saved, "digest", 32).hex() if "digest" in saved else ""
+        was = check_bytes(saved, "name", _NAME_BYTES).decode(errors="ignore").strip() if digest else PLAIN_TORCH
+        self._check_parameters(ASKED, "Make model and optimizer, call nc.store, then load.")
         if not digest and count is None:
             advice = "Give what stored.state_dict() or optimizer.state_dict() returned."
-            raise RunError(asked, "it was saved by neither", advice=advice)
+            raise RunError(ASKED, "it was saved by neither", advice=advice)
         if self._convert_from not in (None, was, was.rpartition(" ")[0]):
-            raise RunError(asked, f"it was stored as {was!r}", advice=f"Write convert_from={was!r}.")
+            raise RunError(ASKED, f"it was stored as {was!r}", advice=f"Write convert_from={was!r}.")
         if digest != self.storage.digest and self._convert_from is None:
             found = f"it was stored as {was!r}, by another declaration than {self.full_name!r}"
             advice = f"Store with that one; or convert: stored.load_state_dict(saved, convert_from={was!r})."
             advice += " What torch.distributed.checkpoint.state_dict returns has no masters." * (not digest)
-            raise RunError(asked, found, advice=advice)
-        if digest and bytes(saved["parameters"].tolist()) != self._parameters():
-            asks = [slot for slot in self.slots for kind in RESTS.values() if f"{slot.name}/{kind}" in saved]
-            for slot in asks:
-                kind = next(kind for kind in RESTS.values() if f"{slot.name}/{kind}" in saved)
-                check_shape(asked, f"{kind} of {slot.name}", saved[f"{slot.name}/{kind}"], slot)
-            found = "it is of parameters of other names or shapes"
-            raise RunError(asked, found, advice="Load it into the model that it was saved of.")
+            raise RunError(ASKED, found, advice=advice)
+        if digest:
+            self._check_whole(saved, count)
         inside = states_in(saved)
         for slot in self.slots:
-            kinds = [kind for kind in RESTS.values() if f"{slot.name}/{kind}" in saved]
-            wanted = [] if slot.rest is None else [RESTS[slot.way]]
-            if digest == self.storage.digest and kinds != wanted:
-                found = f"{slot.name} has {''.join(kinds) or 'nothing'} beside it, not {''.join(wanted) or 'nothing'}"
-                raise RunError(asked, found, advice="Save all of it; make the model in the format that it had.")
-            if slot.dtype is torch.float16 and ({"remainder", "compensation"} & {*kinds}) and kinds != wanted:
-                raise RunError(asked, f"{slot.name} in fp16 cannot hold its bf16", advice="Convert into bf16 or fp32.")
-            for kind in (*kinds, *(["gradient"] if f"{slot.name}/gradient" in saved else [])):
-                check_shape(asked, f"{kind} of {slot.name}", saved[f"{slot.name}/{kind}"], slot)
-            self._check_states({0: inside.get(slot.name, {})}, [slot])
-        here = sum(len({key.partition("/")[0] for key in parts}) for parts in inside.values())
-        found_states, states = here if count is None else count, int(saved.get("states", -1))
-        gradients = sum(name.endswith("/gradient") for name in saved)
-        if digest and (found_states != states or int(saved["gradients"]) != gradients):
+            self._check_slot(saved, slot, is_same=digest == self.storage.digest)
+            self._check_states(slot, inside.get(slot.name, {}), is_same=digest == self.storage.digest)
+
+    def _check_whole(self, saved: Mapping[str, Any], count: int | None) -> None:
+        """Raise RunError unless all that belongs together is there, and is of these parameters."""
+        numbers = [name for name in saved if name.startswith("groups/")]
+        numbers = numbers if numbers or count is not None else ["groups/0/lr"]
+        for name in ("update", "states", "gradients", *numbers):
+            check_number(saved, name)
+        if check_bytes(saved, "parameters", 32) != self._parameters():
+            for slot in self.slots:
+                for kind in RESTS.values():
+                    if f"{slot.name}/{kind}" in saved:
+                        check_tensor(ASKED, f"{kind} of {slot.name}", saved[f"{slot.name}/{kind}"], slot)
+            found = "it is of another optimizer, or of parameters of other names, shapes or groups"
+            raise RunError(ASKED, found, advice="Load it into the model and optimizer that it was saved of.")
+        here = sum(len({key.partition("/")[0] for key in parts}) for parts in states_in(saved).values())
+        found_states, states = here if count is None else count, int(saved["states"])
+        found_states = states if count is not None and not self._is_loaded_by_torch() else found_states
+        gradients = sum(name.endswith(("/gradient", "/gradient/values")) for name in saved)
+        if found_states != states or int(saved["gradients"]) != gradients:
             found = f"{states} states and {int(saved['gradients'])} gradients of an accumulation were saved, "
             found += f"{found_states} and {gradients} are here"
-            raise RunError(asked, found, advice="Give the file or folder itself, or the dict as it was saved.")
+            raise RunError(ASKED, found, advice="Give the file or folder itself, or the dict as it was saved.")
 
-    def _check_states(self, states: Mapping[int, Any], slots: list[StoredParameter] | None = None) -> None:
-        for number, slot in enumerate(self._in_order() if slots is None else slots):
-            for key, value in dict(states.get(number, {})).items():
-                if key in ("exp_avg", "exp_avg_sq", "momentum_buffer") and isinstance(value, torch.Tensor):
-                    check_shape("load_state_dict of what is stored", f"{key} of {slot.name}", value, slot)
+    def _check_slot(self, saved: Mapping[str, Any], slot: StoredParameter, is_same: bool) -> None:
+        """Raise RunError unless what was saved of a parameter completes it. is_same: by the declaration here."""
+        kinds = [kind for kind in RESTS.values() if f"{slot.name}/{kind}" in saved]
+        wanted = [] if slot.rest is None else [RESTS[slot.way]]
+        if is_same and kinds != wanted:
+            found = f"{slot.name} has {''.join(kinds) or 'nothing'} beside it, not {''.join(wanted) or 'nothing'}"
+            raise RunError(ASKED, found, advice="Save all of it; make the model in the format that it had.")
+        if slot.dtype is torch.float16 and ({"remainder", "compensation"} & {*kinds}) and kinds != wanted:
+            raise RunError(ASKED, f"{slot.name} in fp16 cannot hold its bf16", advice="Convert into bf16 or fp32.")
+        for kind in kinds:
+            dtype = {"master": torch.float32, "remainder": torch.int16}.get(kind, slot.dtype if is_same else None)
+            check_tensor(ASKED, f"{kind} of {slot.name}", saved[f"{slot.name}/{kind}"], slot, dtype)
+        if f"{slot.name}/gradient" in saved:
+            check_tensor(ASKED, f"gradient of {slot.name}", saved[f"{slot.name}/gradient"], slot)
+
+    def _check_states(self, slot: StoredParameter, states: Mapping[str, Any], is_same: bool) -> None:
+        """Raise RunError unless an optimizer's states of a parameter can be its."""
+        dtype = slot.dtype_of_moments if is_same and type(self.optimizer) in MOMENTS else None
+        for key, value in states.items():
+            what = f"{key} of {slot.name}"
+            if key == "step" and isinstance(value, torch.Tensor | int | float):
+                step = torch.as_tensor(value, device=None if isinstance(value, torch.Tensor) else "cpu")
+                check_number({what: step if step.dtype not in LOW and float(step.sum()) >= 0 else None}, what)
+            elif isinstance(value, torch.Tensor) and key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+                check_tensor(ASKED, what, value, slot, None if hasattr(value, "codes") else dtype)
+            elif isinstance(value, torch.Tensor) and value.is_meta:
+                check_tensor(ASKED, what, value, slot)
 
     def _put(self, saved: Mapping[str, Any]) -> None:
         for slot in self.slots:
@@ -275,9 +327,13 @@ class Resumed:
                 wide = rest if way == FP32 and rest is not None else joined(way, low, rest)
                 slot.weight.copy_(wide) if slot.way == PLAIN else slot.put(wide, None)
             self._note_bits(slot)
-            gradient = saved.get(f"{slot.name}/gradient")
-            if gradient is not None:
-                slot.parameter.grad = gradient.detach().to(slot.weight.device, slot.dtype_of_gradient, copy=True)
+            if f"{slot.name}/bits" in saved and slot.name in self._sums and kind == RESTS[slot.way]:
+                self._sums[slot.name] = saved[f"{slot.name}/bits"].to(slot.weight.device)  # weights may be loaded later
+            gradient = under(saved, f"{slot.name}/gradient", whole=True)
+            if gradient:
+                slot.parameter.grad = made_of(gradient, slot).to(slot.dtype_of_gradient)
+            elif "gradients" in saved and self._is_new(slot):
+                slot.parameter.grad = None  # of a step that what was saved has not begun
         self.update = int(saved["update"]) if "update" in saved else 0
 
     def _put_states(self, saved: Mapping[str, Any]) -> None:
@@ -311,9 +367,14 @@ class Resumed:
                 found = torch.load(path, map_location="cpu", weights_only=True)
         except RunError:
             raise
-        except Exception as error:  # of whatever wrote it
+        except BaseException as error:  # of whatever wrote it: torch.distributed.checkpoint's is no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "CheckpointException":
+                raise
             advice = "Give a file of torch.save or safetensors, or a folder of torch.distributed.checkpoint."
-            raise RunError(f"load_state_dict({str(path)!r})", reason_of(error), advice=advice) from None
+            reason = reason_of(error) if isinstance(error, Exception) else "it is damaged, or not whole"
+            raise RunError(f"load_state_dict({str(path)!r})", reason, advice=advice) from None
+        if not isinstance(found, Mapping):
+            raise RunError(f"load_state_dict({str(path)!r})", f"a {type(found).__name__} is in it", advice=_SAVED)
         inside = {str(name): value for name, value in found.items() if isinstance(value, Mapping)}
         own = {name: one for name, one in {"": found, **inside}.items() if "digest" in one or "param_groups" in one}
         return dict(own.get(only_one(path, [*own], key), found))

@@ -92,7 +92,8 @@ def _bits(wide: torch.Tensor) -> torch.Tensor:
 def sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
     """Return a sum (mod 2**32) that is another one where a weight in 16 bits is, in practice."""
     bits = weight.view(torch.int16).reshape(-1).to(torch.int32)
-    return (bits * (2 * torch.arange(bits.numel(), dtype=torch.int32, device=bits.device) + 1)).sum() & 0xFFFFFFFF
+    bits = bits + numbered(torch.arange(bits.numel(), dtype=torch.int32, device=bits.device))
+    return ((bits ^ ((bits >> 15) & 0x1FFFF)) * SPREAD[1]).sum() & 0xFFFFFFFF
 
 
 def key_of(seed: int, update: int, name: str) -> int:

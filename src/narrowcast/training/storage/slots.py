@@ -12,7 +12,7 @@ import torch
 from narrowcast.core.policy.storage import BF16, EIGHT_BITS, FP32, KAHAN, REMAINDER, STOCHASTIC, KeptFormats
 from narrowcast.errors import RunError
 from narrowcast.formats import parse_format
-from narrowcast.runtime.torch_bridge import DTYPES, offsets_of, part_of, with_part
+from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, offsets_of, part_of, with_part
 from narrowcast.training.storage.rounding import (
     PLAIN,
     SPREAD,
@@ -34,7 +34,7 @@ class StoredParameter:
     """A parameter of the model that an optimizer steps. group: its number. before: its dtype before it was stored.
 
     rest: what is kept besides this rank's part of the weight, flat. first_place: of its elements in the whole
-    parameter; places: of all, where they do not follow it.
+    parameter; places: of all, where they do not follow it. shape, device: as the weight had them then.
     """
 
     name: str
@@ -43,6 +43,8 @@ class StoredParameter:
     group: int
     before: torch.dtype
     way: str
+    shape: torch.Size
+    device: torch.device
     rest: torch.Tensor | None = None
     first_place: int = 0
     places: torch.Tensor | None = None
@@ -50,7 +52,8 @@ class StoredParameter:
     @staticmethod
     def of(name: str, parameter: torch.Tensor, kept: KeptFormats, group: int) -> StoredParameter:
         """Return a slot for a parameter, which stays as it is."""
-        slot = StoredParameter(name, parameter, kept, group, parameter.dtype, way_of(kept))
+        given = parameter.dtype, way_of(kept), parameter.shape, parameter.device
+        slot = StoredParameter(name, parameter, kept, group, *given)
         if slot.is_random:
             slot.first_place, slot.places = _places_of(name, parameter)
         return slot
@@ -81,6 +84,17 @@ class StoredParameter:
     def weight(self) -> torch.Tensor:
         """This rank's part of the weight, as the model has it."""
         return part_of(self.parameter.detach())
+
+    def what_changed(self) -> str:
+        """Return what somebody has changed of the parameter that is stored; empty if nothing."""
+        own = self.parameter
+        if own.dtype is not self.dtype:
+            return f"is stored in {self.kept.weight}, and now in {FORMATS.get(own.dtype, own.dtype)}"
+        if own.shape != self.shape:
+            return f"has shape {tuple(own.shape)}, and had {tuple(self.shape)} when it was stored"
+        if own.device != self.device and (self.rest is not None or self.places is not None):
+            return f"is on {own.device}, and was on {self.device} when it was stored"
+        return ""
 
     def rest_in_shape(self) -> torch.Tensor | None:
         """Return what is kept besides the weight, in its shape."""
@@ -151,9 +165,14 @@ class StoredParameter:
 
 def _eight_bits(state: torch.Tensor) -> Any:
     """Return a state in torchao's blocks of 256 codes; as it is where it is as small as torchao leaves alone."""
-    if state.numel() < 4096 or state.numel() % 256:
+    if not fits_blocks(state):
         return state
     return empty_blocks(state.shape, bool((state < 0).any()), state.device).copy_(state)
+
+
+def fits_blocks(state: torch.Tensor) -> bool:
+    """Return whether torchao keeps a state of this size in blocks."""
+    return state.numel() >= 4096 and state.numel() % 256 == 0
 
 
 def empty_blocks(shape: torch.Size, signed: bool, device: torch.device) -> Any:

@@ -21,6 +21,7 @@ static inline void high_half(uint32_t b, bf16& to) { to = cut(b); }
 static inline void nearest(float x, float& to) { to = x; }
 static inline void nearest(float x, bf16& to) { uint32_t b = one_nan(x); to = cut(b + 0x7FFF + ((b >> 16) & 1)); }
 static inline uint32_t spread(uint32_t x, uint32_t by) { return (x ^ (x >> 15)) * by; }
+static inline uint32_t hashed(float w, uint32_t at) { return spread(uint32_t(int32_t(bits_of(w)) >> 16) + at, 0x21F0AAADu); }
 static inline uint32_t words(uint32_t keyed, int salt) {
   for (int number = 0; number < 2 + salt; ++number) keyed = spread(keyed, number % 2 ? 0xD35A2D97u : 0x21F0AAADu);
   return keyed >> 16;
@@ -49,8 +50,8 @@ static Told steps(int64_t start, int64_t end, WEIGHT* __restrict weight, void* _
       moved += ~follows & is_one & 1;
       w = of_bits((bits_of(master) & follows) | (bits_of(before) & ~follows));
     }
-    const uint32_t at = 2 * (uint32_t(start) + uint32_t(i)) + 1;
-    if (WAY == REMAINDER || WAY == KAHAN) moved += uint32_t(int32_t(bits_of(w)) >> 16) * at;
+    const uint32_t at = (uint32_t(start) + uint32_t(i)) * 0x9E3779B1u;
+    if (WAY == REMAINDER || WAY == KAHAN) moved += hashed(w, at);
     if (WAY == REMAINDER) {
       const float whole = of_bits(bits_of(w) + uint32_t(int32_t(static_cast<int16_t*>(beside)[i])));
       const uint32_t is_one = -uint32_t(whole == whole);
@@ -91,7 +92,7 @@ static Told steps(int64_t start, int64_t end, WEIGHT* __restrict weight, void* _
       const float left = w - wide(weight[i]);
       nearest(__builtin_fabsf(left) < INFINITY ? left : 0.0f, static_cast<WEIGHT*>(beside)[i]);
     }
-    if (WAY == REMAINDER || WAY == KAHAN) kept += uint32_t(int32_t(bits_of(wide(weight[i]))) >> 16) * at;
+    if (WAY == REMAINDER || WAY == KAHAN) kept += hashed(wide(weight[i]), at);
     if (WAY == NEAREST) {
       moved += w != before;
       kept += w != before && wide(weight[i]) == before;

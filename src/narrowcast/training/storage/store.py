@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 
 from narrowcast.core.policy import Policy
 from narrowcast.core.policy.storage import BF16, FP32, NEAREST, Storage
 from narrowcast.errors import RunError
+from narrowcast.output.words import and_more
 from narrowcast.runtime.sites.python_stack import warn_here
 from narrowcast.runtime.torch_bridge import is_sharded_tensor, part_of, with_part
-from narrowcast.runtime.torch_surface.dispatch import quietly, version_of
+from narrowcast.runtime.torch_surface.dispatch import quietly
 from narrowcast.runtime.torch_surface.dynamo import never_trace
 from narrowcast.runtime.torch_surface.grad_scaling import innermost, keep_scale_outside, take_scale
 from narrowcast.runtime.torch_surface.modules import (
     hooked_step,
     step_for_schedules,
-    step_without_hooks,
+    told_of_optimizer_steps,
 )
 from narrowcast.runtime.weights.stored import STORED, note_stored, stored_by
 from narrowcast.training.storage.declared import declared_by, notes_on, slots_of
+from narrowcast.training.storage.lending import Lending
 from narrowcast.training.storage.passes import MOMENTS, Formula, Passes, formula_of, numbers_of
 from narrowcast.training.storage.replicas import Replicas
-from narrowcast.training.storage.resumed import Resumed
+from narrowcast.training.storage.resumed import KEY, Resumed
 from narrowcast.training.storage.rounding import PLAIN, sum_of_bits
-from narrowcast.training.storage.slots import RESTS, StoredParameter, convert, place
+from narrowcast.training.storage.slots import StoredParameter, convert, fits_blocks, place
 
 
 def store(model: torch.nn.Module, optimizer: Any, storage: Policy | str | Path | Mapping[str, Any]) -> Stored:
@@ -84,8 +88,9 @@ class Stored(Resumed):
         self.notes += notes
         self._lost: list[float] = []
         self._unread: list[list[torch.Tensor]] = []  # how many elements moved, how many stayed, ... by step
-        self._changed: set[str] = set()
-        self._copies: dict[StoredParameter, torch.nn.Parameter] = {}
+        self._written: list[StoredParameter] = []
+        self._has_told = False
+        self._lending = Lending(optimizer, self.of_parameter)
         self._sums = {}
         self._used = {}
         self._is_on = True
@@ -96,8 +101,15 @@ class Stored(Resumed):
                 note_stored(slot.parameter, self)
                 made = optimizer.state.get(slot.parameter, {})  # some make it before they step
                 made.update(slot.narrowed({k: v.float() if slot.is_moment(v) else v for k, v in made.items()}, None))
-        self._handles = [*self._hear_of_state(), self._replicas]
-        finalize(self, self._replicas.remove)
+        self._stack = ExitStack()
+        self._hear_of_state(self._stack)
+        own = type(optimizer).state_dict if isinstance(optimizer, torch.optim.Optimizer) else None
+        if own not in (None, torch.optim.Optimizer.state_dict) and KEY not in optimizer.state_dict():
+            text = "what is kept besides the weights: save state_dict() of this, too."
+            self.notes.append(f"{type(optimizer).__name__}.state_dict() has no {KEY!r}, {text}")
+        self._stack.callback(self._replicas.remove)
+        self._stack.enter_context(told_of_optimizer_steps(partial(_refuse_others, ref(self)), before=True))
+        finalize(self, self._stack.close)
         self._takes_scale = keep_scale_outside(optimizer)
         self._run = hooked_step(optimizer, lambda _, *given, **named: self.step(*given, **named))
         self._step_before = vars(optimizer).get("step")
@@ -160,22 +172,23 @@ class Stored(Resumed):
         remainder or a compensation completes them; sharded weights stay as they are. States follow their weights.
         """
         if not self._is_on:
-            raise RunError("undo()", "it is undone already", advice="Call nc.store again to store it.")
+            raise RunError("undo()", "it is undone already", advice="Call nc.store with a new optimizer to store it.")
         self._is_on = False
         with quietly():
             for slot in self.slots:
                 note_stored(slot.parameter, None)
+                slot.rest = None if slot.what_changed() else slot.rest  # of another shape, it completes nothing
                 wide, states = slot.wide(), slot.widened(dict(self.optimizer.state.get(slot.parameter, {})))
                 if not is_sharded_tensor(slot.parameter):
                     dtype = torch.float32 if slot.rest is not None else slot.before
                     convert(slot.parameter, wide.to(dtype).clone(), dtype)
                 else:
                     slot.parameter.grad_dtype = slot.parameter.dtype if slot.parameter.is_leaf else None
+                slot.rest = None
                 for key, value in states.items():
                     own = value.to(slot.parameter.dtype) if slot.is_moment(value) else value
                     self.optimizer.state[slot.parameter][key] = own
-        for handle in self._handles:
-            handle.remove()
+        self._stack.close()
         if self._takes_scale:
             take_scale(self.optimizer)
         if vars(self.optimizer).get("step") is self._placed:  # else something wraps it, and it passes calls on
@@ -193,45 +206,58 @@ class Stored(Resumed):
         if callable(closure):
             with torch.enable_grad():
                 loss = closure()
-            closure = _once(loss)
+            closure = self._lending.once(loss)
         self._check_parameters("a step", "Call undo() before add_param_group, and nc.store with a new one after it.")
         with quietly():
             for slot in self.slots if self._replicas.make_equal(self.slots) else ():
                 self._note_bits(slot)
-            own = list(self._own_slots())
-            stepped = {id(slot) for slot, _, _ in own}
-            lent = [slot for slot in self.slots if id(slot) not in stepped]
+            groups = {one: group for group in self.optimizer.param_groups for one in group["params"]}
+            own = list(self._own_slots(groups))
+            stepped = {id(slot) for slot, *_ in own}
+            lent = [slot for slot in self.slots if id(slot) not in stepped and slot.parameter in groups]
             self.update += 1
             try:
-                told = self._lend(lent, [] if closure is None and not others else [closure, *others], named)
+                told = []
+                positional = [] if closure is None and not others else [closure, *others]
+                self._lending.step(lent, positional, named, lambda *stepped: told.extend(self._store(*stepped)))
+                told += self._pass(own)
             except BaseException:
                 self.update -= 1
                 raise
-            told += self._pass(own)
+            finally:
+                self._tell_written()
             self._use_gradients()
         self._unread.append(told)
         self._lost = self.lost if len(self._unread) > _UNREAD else self._lost
         return loss
 
-    def _own_slots(self) -> Iterator[tuple[StoredParameter, Formula, int]]:
-        """Yield the parameters that are stepped in a pass, with the formula, and the number of their step."""
-        formulas = [formula_of(self.optimizer, group) for group in self.optimizer.param_groups]
+    def _own_slots(self, groups: Mapping[torch.Tensor, dict[str, Any]]) -> Iterator[_OwnStep]:
+        """Yield the parameters that are stepped in a pass, with the formula, the number of their step, and what it
+        asks. groups: those that parameters are in now.
+        """
+        formulas = {id(group): formula_of(self.optimizer, group) for group in self.optimizer.param_groups}
         for slot in self.slots:
-            formula, gradient = formulas[slot.group], slot.parameter.grad
+            if slot.parameter not in groups:
+                continue
+            group, gradient = groups[slot.parameter], slot.parameter.grad
+            formula = formulas[id(group)]
             is_plain = slot.way == PLAIN and slot.kept.moments == FP32 and slot.dtype_of_gradient is torch.float32
             is_of_others = gradient is None or gradient.is_sparse or slot.dtype_of_moments is None
             if formula is None or is_plain or is_of_others:
                 continue
-            state = self.optimizer.state[slot.parameter]
-            if formula.is_adam:
-                yield slot, formula, int(state.get("step", 0)) + 1
-            else:
-                yield slot, formula, 1 + (state.get("momentum_buffer") is not None)
+            state = self.optimizer.state.get(slot.parameter, {})
+            for name in ("grad", *self._names_of(formula)):
+                one = gradient if name == "grad" else state.get(name)
+                if one is not None and part_of(one).shape != slot.weight.shape:
+                    found = f"its {name} has shape {tuple(part_of(one).shape)}, the weight {tuple(slot.weight.shape)}"
+                    raise RunError(f"a step of {slot.name}", found, advice="Give it one of the weight's shape.")
+            step = int(state.get("step", 0)) if formula.is_adam else int(state.get("momentum_buffer") is not None)
+            yield slot, formula, step + 1, numbers_of(formula, group, step + 1)
 
-    def _pass(self, own: list[tuple[StoredParameter, Formula, int]]) -> list[torch.Tensor]:
+    def _pass(self, own: list[_OwnStep]) -> list[torch.Tensor]:
         """Step parameters in passes over what is stored."""
         told: list[torch.Tensor] = []
-        for slot, formula, step in own:
+        for slot, formula, step, numbers in own:
             state = self.optimizer.state[slot.parameter]
             names = self._names_of(formula)
             for name in names:
@@ -239,7 +265,6 @@ class Stored(Resumed):
                     state[name] = torch.zeros_like(slot.parameter.detach(), dtype=slot.dtype_of_moments)
             if formula.is_adam:
                 state["step"] = torch.full((), float(step), dtype=torch.float32, device="cpu")
-            numbers = numbers_of(formula, self.optimizer.param_groups[slot.group], step)
             key = slot.key(self.storage.seed, self.update) if slot.is_random else 0
             places = None if slot.places is None else slot.places.reshape(-1)
             moments = [part_of(state[name]) for name in names]
@@ -250,62 +275,11 @@ class Stored(Resumed):
             if slot.way == NEAREST:
                 told += found
             elif slot.way == FP32:
-                self._tell_changed(slot, found[0])
+                self._note_written(slot, found[0])
             elif found:
-                self._tell_changed(slot, found[0] != self._sums.get(slot.name, found[0]))
+                self._note_written(slot, found[0] != self._sums.get(slot.name, found[0]))
                 self._sums[slot.name] = found[1]
         return told
-
-    def _lend(self, slots: list[StoredParameter], given: list[Any], named: dict[str, Any]) -> list[torch.Tensor]:
-        """Let the optimizer step its parameters in fp32, on copies of what is stored, and store what it makes."""
-        optimizer, told = self.optimizer, []
-        slots = [slot for slot in slots if slot.parameter.requires_grad or slot.parameter.grad is not None]
-        if not any(slot.parameter.grad is not None for slot in slots):
-            return []
-        lent = {slot.parameter: self._copy_of(slot) for slot in slots}
-        before = [(group, group["params"]) for group in optimizer.param_groups]
-        own = {one: optimizer.state.pop(one) for one in self.of_parameter if one in optimizer.state}
-        versions = [version_of(slot.parameter) for slot in slots if slot.parameter is not lent[slot.parameter]]
-        try:
-            for group, parameters in before:
-                group["params"] = [lent[one] for one in parameters if one in lent]
-            for slot in slots:
-                if slot.parameter in own:
-                    optimizer.state[lent[slot.parameter]] = slot.widened(own[slot.parameter])
-            step_without_hooks(optimizer)(*given, **named)
-            if versions != [version_of(slot.parameter) for slot in slots if slot.parameter is not lent[slot.parameter]]:
-                found = f"{type(optimizer).__name__} steps parameters that it holds itself, not those of its groups"
-                raise RunError("a step of what is stored", found, advice="Train with weights in fp32.")
-            own |= {slot.parameter: optimizer.state.pop(lent[slot.parameter], {}) for slot in slots}
-            for slot in slots:
-                told += self._store(slot, lent[slot.parameter], own)
-        finally:
-            for group, parameters in before:
-                group["params"] = parameters
-            for slot in slots:
-                optimizer.state.pop(lent[slot.parameter], None)
-            for parameter, state in own.items():
-                if state:
-                    optimizer.state[parameter] = state
-            for copied in self._copies.values():
-                copied.grad, copied.data = None, copied.data.new_empty(0)
-        return told
-
-    def _copy_of(self, slot: StoredParameter) -> torch.Tensor:
-        """Return a parameter in fp32, the same one in each step: an optimizer may know it by its identity."""
-        gradient = slot.parameter.grad
-        if slot.way == PLAIN and slot.dtype_of_gradient is torch.float32:
-            return slot.parameter
-        wide = with_part(slot.parameter.detach(), slot.wide())
-        if is_sharded_tensor(slot.parameter):
-            copied = torch.nn.Parameter(wide, slot.parameter.requires_grad)
-        else:
-            copied = self._copies.setdefault(slot, torch.nn.Parameter(wide.new_empty(0)))
-            copied.data = wide
-            copied.requires_grad_(slot.parameter.requires_grad)
-        vars(copied).update(vars(slot.parameter))
-        copied.grad = None if gradient is None else gradient.float()
-        return copied
 
     def _store(self, slot: StoredParameter, stepped: torch.Tensor, own: dict[Any, Any]) -> list[torch.Tensor]:
         """Store a parameter that was stepped in fp32, and its states; return what rounding lost."""
@@ -318,9 +292,9 @@ class Stored(Resumed):
                 told = [moved.sum(), (moved & (after.to(before.dtype) == before)).sum()]
             if slot.way == FP32 and slot.rest is not None:
                 other = before.flatten() != slot.rest.to(before.dtype)
-                self._tell_changed(slot, (other & ~before.flatten().isnan()).sum())
+                self._note_written(slot, (other & ~before.flatten().isnan()).sum())
             if slot.name in self._sums:
-                self._tell_changed(slot, sum_of_bits(before) != self._sums[slot.name])
+                self._note_written(slot, sum_of_bits(before) != self._sums[slot.name])
             slot.put(after, keyed)
             self._note_bits(slot)
         if stepped is not slot.parameter:
@@ -328,13 +302,19 @@ class Stored(Resumed):
         own[slot.parameter] = slot.narrowed(own[slot.parameter], keyed)
         return told
 
-    def _tell_changed(self, slot: StoredParameter, count: torch.Tensor) -> None:
-        """Tell, of each weight once, that somebody else wrote to it. count: of elements, or whether there are some."""
-        if slot.name not in self._changed and int(count):
-            self._changed.add(slot.name)
-            what = f"{int(count)} elements of {slot.name}" if slot.way == FP32 else slot.name
-            text = f"{what} {'were' if slot.way == FP32 else 'was'} written since the last step, not by the optimizer: "
-            self.notes.append(f"{text}its {RESTS[slot.way]} follows.")
+    def _note_written(self, slot: StoredParameter, count: torch.Tensor) -> None:
+        """Note that somebody else wrote to a weight. count: to how many elements, or whether to some."""
+        if not self._has_told and int(count):
+            self._written.append(slot)
+
+    def _tell_written(self) -> None:
+        """Tell once that somebody else wrote to weights."""
+        if self._written:
+            first, *others = self._written
+            text = f"{first.name}{and_more(len(others), 'weight')} changed since the last step, not by the optimizer"
+            self.notes.append(f"{text}: what completes them follows.")
+            self._has_told = True
+            self._written.clear()
             warn_here(f"nc.store: {self.notes[-1]}")
 
     def _names_of(self, formula: Formula) -> tuple[str, ...]:
@@ -343,15 +323,17 @@ class Stored(Resumed):
     def _moments_of(self, slot: StoredParameter) -> list[float]:
         """Return the bytes of an element of each of the states in the weight's shape, as they are or will be."""
         states = [v for v in self.optimizer.state.get(slot.parameter, {}).values() if isinstance(v, torch.Tensor)]
-        found = [part_of(one) for one in states if one.dim() and one.shape == slot.parameter.shape]
+        found: list[Any] = [part_of(one) for one in states if one.dim() and one.shape == slot.parameter.shape]
         if found or not slot.parameter.requires_grad:
-            sizes = [getattr(one, "codes", one) for one in found]
-            return [one.numel() * one.element_size() / max(1, slot.weight.numel()) for one in sizes]
-        formula = formula_of(self.optimizer, self.optimizer.param_groups[slot.group])
-        size = {FP32: 4.0, BF16: 2.0}.get(slot.kept.moments, 1.0)
+            blocks: list[list[Any]] = [[one.codes, one.scale] if hasattr(one, "codes") else [one] for one in found]
+            return [sum(part.nbytes for part in parts) / max(1, slot.weight.numel()) for parts in blocks]
+        group = next((one for one in self.optimizer.param_groups if slot.parameter in set(one["params"])), None)
+        formula = None if group is None else formula_of(self.optimizer, group)
+        size = {FP32: 4.0, BF16: 2.0}.get(slot.kept.moments, 1.0 + 4 / 256 if fits_blocks(slot.weight) else 4.0)
         return [size] * len(self._names_of(formula)) if formula is not None else []
 
 
+_OwnStep = tuple[StoredParameter, Formula, int, list[float]]
 _UNREAD = 64
 """Steps whose counts of lost updates may stay on a device, unread: reading waits for it."""
 
@@ -364,17 +346,16 @@ def _step_of(optimizer: Any, *given: Any, **named: Any) -> Any:
     return stored._run(optimizer, *given, **named)
 
 
-def _once(loss: Any) -> Callable[[], Any]:
-    """Return a closure that gives a loss which was computed before, one time."""
-    rest = [loss]
-
-    def closure() -> Any:
-        if not rest:
-            advice = "Train with weights in fp32, or with an optimizer that asks for the loss once."
-            raise RunError("a step of what is stored", "the optimizer computes its loss again", advice=advice)
-        return rest.pop()
-
-    return closure
+def _refuse_others(own: Callable[[], Stored | None], optimizer: Any) -> None:
+    """Raise RunError for an optimizer that is about to step what another one's `Stored` keeps."""
+    stored = own()
+    if stored is None or optimizer is stored.optimizer:
+        return
+    firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
+    slot = next((stored.of_parameter[one] for one in firsts if one in stored.of_parameter), None)
+    if slot is not None:
+        found = f"{slot.name} is stored, of another {type(stored.optimizer).__name__}"
+        raise RunError(f"a step of {type(optimizer).__name__}", found, advice="Give nc.store the one that steps it.")
 
 
 never_trace(_step_of)
