@@ -9,7 +9,7 @@ from functools import cache, partial
 from itertools import permutations, product
 
 from narrowcast.analysis.diff.alignment import INTERCHANGEABLE, Aligned
-from narrowcast.analysis.diff.conditions import growth, growth_in_rows, passes_on
+from narrowcast.analysis.diff.conditions import flattening, growth, growth_in_rows, passes_on
 from narrowcast.analysis.diff.given_numbers import other_numbers, scaled_before
 from narrowcast.analysis.diff.kept_tensors import KeptTensors
 from narrowcast.analysis.diff.pieces import (
@@ -110,6 +110,12 @@ class Values:
         call, side = pair.a[0].call, self.sides[0]
         read = [side.piece(0, number) for _, number in call.inputs]
         return growth_in_rows(call.id.op, read, side.piece(0, call.outputs[0][1])) if call.outputs else 1.0
+
+    def flattening(self, pair: Aligned) -> float:
+        """Return by how much errors may grow where a call drops the largest of what it reads, in a."""
+        call, side = pair.a[0].call, self.sides[0]
+        read = {name: side.piece(0, number) for name, number in call.inputs}
+        return flattening(call.id.op, read, side.piece(0, call.outputs[0][1])) if call.outputs else 1.0
 
     def _is_read(self, pair: Aligned, position: int) -> bool:
         """Return whether a call of a forward reads the result at that position."""

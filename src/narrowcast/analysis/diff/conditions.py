@@ -84,6 +84,25 @@ def growth_in_rows(op: str, read: Sequence[Piece], result: Piece) -> float:
     return max(1.0, read[0].largest * factor / result.rms) if result.rms else 1.0
 
 
+def flattening(op: str, read: Mapping[str, Piece], result: Piece) -> float:
+    """Return by how much a relative error may grow, at least 1, where an op drops, bounds or flattens the largest of
+    what it reads, as exp, sigmoid, topk and clamp do masks of -1e4 and outliers: absolute errors do not grow in it, or
+    by its steepest slope, and what is left is smaller. Of sums, products and norms 1: they have bounds of their own.
+    """
+    sizes = [piece.rms * math.sqrt(piece.elements) for piece in read.values() if piece.is_seen]
+    if not sizes or not result.rms or op_kind(op).family in (GEMM, CONV, ATTENTION, NORM, SOFTMAX):
+        return 1.0
+    slope = 1.0
+    if _is_of(op, "exponentials"):
+        slope = result.largest
+    elif _is_of(op, "reciprocals"):
+        slope = result.largest**2
+    elif _is_of(op, "quotients"):
+        divisor = read.get("other", read.get("tensor2"))
+        slope = 1.0 if divisor is None else 1 / divisor.low if divisor.low > 0 else math.inf
+    return max(1.0, slope * max(sizes) / (result.rms * math.sqrt(result.elements)))
+
+
 def _is_steep(op: str) -> bool:
     """Return whether a function may have any slope: tan, atanh, sinc, polygamma, unlisted ones."""
     kind = op_kind(op)

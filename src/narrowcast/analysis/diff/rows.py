@@ -21,7 +21,7 @@ from narrowcast.analysis.diff.outcomes import (
     band_of_all,
     nearest,
 )
-from narrowcast.analysis.diff.pieces import RANGES, SKETCHES, STATISTICS, TENSORS, PieceDistance
+from narrowcast.analysis.diff.pieces import NINE_DIGITS, RANGES, SKETCHES, STATISTICS, TENSORS, PieceDistance
 from narrowcast.analysis.diff.places import Places
 from narrowcast.analysis.diff.returned import Returned
 from narrowcast.analysis.diff.round_off import BAND
@@ -88,6 +88,7 @@ class Judging:
         is_rough = any(one.by in (STATISTICS, RANGES) for one in inputs.values())
         if is_rough or pair.a[0].id.direction == BACKWARD:  # it sums rows, not all of which are sampled
             before = max(before, self._largest)
+        before = max(before, min(self._largest, max(before, NINE_DIGITS) * self.values.flattening(pair)))
         shown = max(self._measured, self.widest)  # what is further apart are other values, no errors of values
         self._read[pair] = shown if math.isnan(input_difference) or is_rough else min(input_difference, shown)
         chosen_by = max(self._chosen_by(pair), default=0.0)
@@ -104,7 +105,7 @@ class Judging:
         is_open = have_moved or len(pair.a) + len(pair.b) > 2  # several weights may lie in any order in one
         is_proved = is_equal and any(not (is_open and name in names[0]) for name, *_ in given)
         is_proved &= len(pair.a[0].module_calls) == len(pair.b[0].module_calls)
-        is_unknown = self.widest < BAND_OF_LOW and len(known) < max(map(len, names))
+        is_unknown = len(known) < max(map(len, names)) and (self.widest < BAND_OF_LOW or _reads_vary(pair))
         if math.isnan(input_difference) or is_unknown:  # of calls before it, which may be low
             before = max(before, self.widest if inputs and self._largest else self._band_of_alone(pair))
         is_among_others = is_of_a_part or len({len(bundle.module_calls) for bundle in (*pair.a, *pair.b)}) > 1
@@ -215,6 +216,8 @@ class Judging:
                 for makers, bundles, same in zip(self.makers, (pair.a, pair.b), names, strict=True)]  # fmt: skip
         a, b = self.upstream(read)
         explained = self._explained(pair, a, b)
+        if any(self._are_written_in_part(n, x, read[n]) for n, side in enumerate((a, b)) for x in side.known):
+            explained = max(explained, self._largest)  # of elements that it left as they were
         self._note_as_read(read, inputs, a, b)
         if difference <= explained or self._is_by_casts(read, difference):
             return ""
@@ -239,6 +242,11 @@ class Judging:
             least = _OF_SAMPLES * explained * self._of_whole(read[0], a)
             return OF_PARTS if difference > (least if least < BAND_OF_LOW else max(least, _OTHERS)) else ""
         return "" if made_by[0] & made_by[1] or not all(made_by) else OF_OTHERS
+
+    def _are_written_in_part(self, side: int, maker: Bundle, numbers: Sequence[int]) -> bool:
+        """Return whether the call that wrote to tensors last wrote in place, and to fewer elements than they have."""
+        writes = maker.id.op.split(".")[1].endswith("_")
+        return writes and any(self.values.sides[side].piece(0, n).elements > maker.elements for n in numbers)
 
     def _note_as_read(self, read: Sequence[Sequence[int]], inputs: PieceDistance, a: Upstream, b: Upstream) -> None:
         """Note the difference of inputs as that of the one pair of calls that made them, if only statistics of its
@@ -383,6 +391,12 @@ class Judging:
 
 def _ids(bundles: Sequence[Bundle]) -> tuple[CallId, ...]:
     return tuple(bundle.id for bundle in bundles)
+
+
+def _reads_vary(pair: Aligned) -> bool:
+    """Return whether a call reads other arguments as tensors in one module call than in another."""
+    bundles = (*pair.a, *pair.b)
+    return any(len({tuple(n for n, _ in calls[0].call.inputs) for calls in x.module_calls}) > 1 for x in bundles)
 
 
 def _are_losses_alike(a: float, b: float) -> bool:
