@@ -225,6 +225,8 @@ class Backwards:
         if leaf is not None and has_storage(values_of(leaf)):
             self.trained.add(storage_key(values_of(leaf)))
             self.unused.reaches(leaf, self._line)
+        if leaf is not None and leaf.grad is None:
+            self._scaled_by.cleared(leaf)
         if leaf is not None and id(leaf) in self._reaches:
             self._scaled_by.reaches_unscaled(leaf, self._line, bool(self._power.power))
         elif leaf is not None and (mixed := self._scaled_by.reaches(leaf, self._by, self._line)):
@@ -246,7 +248,7 @@ class Backwards:
         site, known = self._line, self._gradients.setdefault(gradient, _Gradient)
         if known.is_used:
             known.added = site
-        elif known.unscaled is not None:
+        elif known.unscaled is not None and self._power.power:  # not a penalty that is added unscaled, as they are
             known.is_reported = True
             self.found.append((
                 "gradients added after unscale_",
@@ -261,6 +263,8 @@ class Backwards:
     def written(self, call: SeenCall, targets: Iterable[torch.Tensor], adds_gradients: bool) -> None:
         """Note that a call outside of backwards is about to write: it may clear gradients, or add others to them."""
         clears = op_name(call.facts.op).removesuffix("_") in named("finite.written_unread")
+        if clears:
+            self._scaled_by.written({storage_key(tensor) for tensor in targets if has_storage(tensor)})
         if op_name(call.facts.op) in named("gradients.clear"):
             self.unused.cleared(list(targets), call.site)
         for tensor in targets:
@@ -321,6 +325,7 @@ class Backwards:
                 "too large, they are not, and neither are the weights afterwards", has_scaler=True,
             ))  # fmt: skip
         self._judge_added(known)
+        self._scaled_by.written({*map(storage_key, gradients)})
         self._used = gradients
         for gradient in gradients:
             self._gradients.put(gradient, _Gradient(is_used=True))

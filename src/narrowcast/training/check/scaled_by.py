@@ -77,6 +77,14 @@ class ScaledBy:
         """Note that the backward of a loss that was not scaled reaches a leaf. is_part: the rest of the loss was."""
         self._without[id(leaf)] = leaf, site, is_part
 
+    def cleared(self, leaf: torch.Tensor) -> None:
+        """Note that a leaf has no gradient: what a loss that was not scaled gave to it is gone."""
+        self._without.pop(id(leaf), None)
+
+    def written(self, keys: set[int]) -> None:
+        """Note that gradients in these storages are cleared, or have been used by a step."""
+        self._without = {key: row for key, row in self._without.items() if not _lies_in(row[0].grad, keys)}
+
     def gave_unscaled(self, tensor: torch.Tensor, site: Site) -> None:
         """Note what a backward of a loss that was not scaled returned, as to torch.autograd.grad."""
         self._plain.put(tensor, site)
