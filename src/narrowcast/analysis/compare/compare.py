@@ -9,6 +9,7 @@ of outputs (TTrace, arXiv 2506.09280). Where an error is larger, more runs show 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -47,6 +48,7 @@ from narrowcast.runtime.torch_bridge import FORMATS
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.dispatch import quietly
+from narrowcast.runtime.torch_surface.modules import told_of_module_calls
 from narrowcast.runtime.torch_surface.state import autocast_off
 
 _SEEDS, _MORE_SEEDS = (11, 12), (13, 14, 15, 16, 17, 18)
@@ -143,6 +145,7 @@ class _Comparing:
         self._step: Step = lambda: None
         self._bands, self._underflow = Bands(), frozenset[str]()
         self._changed, self._door = set[str](), Door(result.notes)
+        self._threads = {threading.get_ident()}  # in which modules were called
         self._blind = 0  # calls of attention whose masks hide every key from a query
 
     def run(self, isolate: int | None) -> None:
@@ -180,7 +183,9 @@ class _Comparing:
                 result.compiled = judging.off_by_compiler(seen, actual, self._bands)
         with quietly():
             draws = notes.about_draws(expected, actual, result.reference) if self._is_own else ""
-            self._conclude(is_beyond, expected, repeated, draws or notes.about_unseen(under.unseen))
+            self._conclude(
+                is_beyond, expected, repeated, draws or notes.about_unseen(under.unseen, len(self._threads) > 1)
+            )
             judging.name_cause(result, reference, under)
         self._find_not_finite(expected)
         if self._is_own and not under.saw_scripts:  # rules do not decide what is low in these
@@ -209,7 +214,8 @@ class _Comparing:
         if watching is None and self._blind:
             watching = self._observed(Compared(self._policies))
         try:
-            with self.weights, without_low_pins(trial.model) if is_reference else nullcontext():
+            heard = told_of_module_calls(lambda _: self._threads.add(threading.get_ident()))
+            with heard, self.weights, without_low_pins(trial.model) if is_reference else nullcontext():
                 outcome = trial.run(region, watching, dtype)
         finally:
             self._changed.update(self.weights.changed)

@@ -79,8 +79,13 @@ def about_draws(expected: Outcome, actual: Outcome, reference: str) -> str:
     )
 
 
-def about_unseen(unseen: list[CallId]) -> str:
+def about_unseen(unseen: list[CallId], are_in_threads: bool = False) -> str:
     """Return a note on calls whose results are not compared; empty without one."""
+    if are_in_threads:
+        return (
+            "Modules were called in threads of the model's own, whose calls are not seen: how far their rounding "
+            "carries to the output is not known."
+        )
     if not unseen:
         return ""
     return (

@@ -60,7 +60,8 @@ class _HeldTensor:
     @staticmethod
     def of(tensor: torch.Tensor) -> _HeldTensor:
         if not has_storage(tensor):
-            return _HeldTensor(0, None, tensor.dtype, tensor.device, tensor.shape, (), 0)
+            shape = torch.Size() if tensor.is_nested else tensor.shape  # of nested tensors torch tells none
+            return _HeldTensor(0, None, tensor.dtype, tensor.device, shape, (), 0)
         reference = StorageWeakRef(tensor.untyped_storage())
         shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         return _HeldTensor(reference.cdata, reference, tensor.dtype, tensor.device, shape, stride, offset)
