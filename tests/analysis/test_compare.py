@@ -3,6 +3,7 @@
 import copy
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -282,3 +283,43 @@ def test_a_layer_that_asks_for_the_format_of_its_input_is_no_line_that_asks():
         torch.zeros(2, dtype=low.dtype)
     first = test_a_layer_that_asks_for_the_format_of_its_input_is_no_line_that_asks.__code__.co_firstlineno
     assert [asked.line - first for asked in run.asked] == [4, 6]
+
+
+class OfThreads(torch.nn.Module):
+    """Parts that run in threads, as a server's do."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = torch.nn.ModuleList(torch.nn.Linear(6, 32) for _ in range(2))
+
+    def forward(self, x):
+        with ThreadPoolExecutor(2) as pool:
+            return sum(y.float() for y in pool.map(nc.carry(lambda part: part(x)), self.parts))
+
+
+def test_what_threads_of_a_model_compute_is_not_judged():
+    """Their calls are not seen, so that nothing says how far their rounding carries."""
+    torch.manual_seed(0)
+    found = nc.compare(OfThreads(), (torch.randn(8, 6),), under="bf16")
+    assert found.verdict == "not judged" and any("threads of the model's own" in note for note in found.notes)
+
+
+class Rows(torch.nn.Module):
+    """Logits of the last token: of all, of which the last are returned, or of the last alone."""
+
+    def __init__(self, computes_all, off=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.computes_all = torch.nn.Linear(8, 16), torch.nn.Linear(16, 30), computes_all
+        self.off = off
+
+    def forward(self, x):
+        h = torch.relu(self.body(x))
+        return self.head(h)[:, -1] if self.computes_all else self.head(h[:, -1]) * self.off
+
+
+def test_another_program_may_compute_other_rows():
+    """Results of other shapes inside are no fault where the outputs agree; where they do not, they are."""
+    x = torch.randn(3, 5, 8)
+    assert nc.compare(Rows(False), (x,), under="bf16", reference=Rows(True)).verdict in ("exact", "round-off")
+    assert nc.compare(Rows(False, 1.1), (x,), under="bf16", reference=Rows(True)).verdict == "fault"

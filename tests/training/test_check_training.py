@@ -300,3 +300,50 @@ def test_a_lazy_module_stays_what_it_has_become():
     nc.check_training(step)
     step()
     assert type(net[0]) is torch.nn.Linear
+
+
+def penalty_after_unscale(loss, net, scaler, optimizer):
+    """A penalty in fp32 is added to gradients that are unscaled already, as it has to be."""
+    scaler.scale(loss()).backward()
+    scaler.unscale_(optimizer)
+    (1e-3 * sum(p.square().sum() for p in net.parameters())).backward()
+    scaler.step(optimizer)
+
+
+def probe_before(loss, net, scaler, optimizer):
+    """Gradients with a scale of the loop's own are looked at, divided by hand, and cleared."""
+    (loss() * 256.0).backward()
+    sum((p.grad / 256.0).norm() for p in net.parameters())
+    optimizer.zero_grad()
+    scaler.scale(loss()).backward()
+    scaler.step(optimizer)
+
+
+def step_without_scale(loss, net, scaler, optimizer):
+    """A second update in fp32 needs no scale."""
+    scaler.scale(loss()).backward()
+    scaler.step(optimizer)
+    optimizer.zero_grad()
+    with nc.autocast("cpu", enabled=False):
+        net(torch.ones(1, 5)).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("order", [penalty_after_unscale, probe_before, step_without_scale])
+def test_gradients_that_no_scaler_divides_need_no_scale(order):
+    """Losses that are not scaled are wrong only where their gradients are divided by the scale."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(5, 32), torch.nn.SiLU(), torch.nn.Linear(32, 3))
+    optimizer, scaler = torch.optim.SGD(net.parameters(), 0.05), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    x, y = torch.randn(8, 5), torch.arange(8) % 3
+
+    def loss():
+        with torch.autocast("cpu", FP16):
+            return cross_entropy(net(x).float(), y)
+
+    def step():
+        optimizer.zero_grad()
+        order(loss, net, scaler, optimizer)
+        scaler.update()
+
+    assert nc.check_training(step).verdict in ("sound", "costs time")

@@ -346,6 +346,8 @@ class _Comparing:
         is_lost = any(math.isnan(o.sqnr_db) for o in result.outputs)
         if is_lost or any(g.verdict == verdicts.NOT_FINITE for g in result.gradients):
             result.rows = list(map(judging.came_to_something, result.rows))
+        elif not is_beyond:
+            result.rows = list(map(judging.came_to_nothing, result.rows))
         of_calls = {row.verdict for row in result.rows}
         is_not_finite = is_lost or verdicts.NOT_FINITE in of_calls | {g.verdict for g in result.gradients}
         worst = max((o.relative_error for o in result.outputs), default=0.0)

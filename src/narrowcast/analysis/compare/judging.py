@@ -49,6 +49,7 @@ TINY = 8 * FORMATS[torch.float32].epsilon
 """The difference that two orders of summation in fp32 may make."""
 _ROOM = 4096.0
 _NOT_FINITE = "NaN or infinity where the reference has none"
+_OTHER_SHAPES = "its results have other shapes than in the reference"
 _AT_LIMIT = "it is at a limit of the op, which fp64 has there, too, and it has no effect"
 
 
@@ -90,8 +91,8 @@ def judge_call(
         forward=call.forward, round_off_bound=band or 0.0,
     )  # fmt: skip
     if not has_same_shapes(kept, expected):
-        why = "its results have other shapes than in the reference"
-        return replace(row, verdict=verdicts.NOT_JUDGED if is_own or call.forward else verdicts.FAULT, why=why)
+        verdict = verdicts.NOT_JUDGED if is_own or call.forward else verdicts.FAULT
+        return replace(row, verdict=verdict, why=_OTHER_SHAPES)
     got = [x for x in _at_places_of(kept, expected) if x is not None]
     total = error_of(got, r)
     row = replace(row, total=total, propagated=total, sqnr_db=decibels(1.0, total * total))
@@ -106,6 +107,11 @@ def judge_call(
         )  # fmt: skip
     verdict, why = _verdict(row, kept, expected, alone, band, is_own, _lost(got, r))
     return replace(row, verdict=verdict, why=why)
+
+
+def came_to_nothing(row: CallError) -> CallError:
+    """Return the row for outputs and gradients within their bounds: another program may compute more rows, or fewer."""
+    return replace(row, verdict=verdicts.NOT_JUDGED) if row.why == _OTHER_SHAPES else row
 
 
 def came_to_something(row: CallError) -> CallError:
