@@ -53,10 +53,6 @@ from narrowcast.runtime.torch_surface.state import autocast_off
 
 _SEEDS, _MORE_SEEDS = (11, 12), (13, 14, 15, 16, 17, 18)
 """Where two runs leave a doubt, this many more decide: of a scalar, two show little."""
-_MEET = (
-    "narrowcast: this was the reference run, in which the region casts nothing, and weights in a low format that a "
-    "function holds stay in it. Cast their inputs where they are used, or give reference= a function that runs in fp32."
-)
 
 
 @leaves_no_kernels()
@@ -182,10 +178,9 @@ class _Comparing:
             with quietly():
                 result.compiled = judging.off_by_compiler(seen, actual, self._bands)
         with quietly():
-            draws = notes.about_draws(expected, actual, result.reference) if self._is_own else ""
-            self._conclude(
-                is_beyond, expected, repeated, draws or notes.about_unseen(under.unseen, len(self._threads) > 1)
-            )
+            unknown = notes.about_draws(expected, actual, result.reference) if self._is_own else ""
+            unknown = unknown or notes.about_unseen(under.unseen, len(self._threads) > 1)
+            self._conclude(is_beyond, expected, repeated, unknown)
             judging.name_cause(result, reference, under)
         self._find_not_finite(expected)
         if self._is_own and not under.saw_scripts:  # rules do not decide what is low in these
@@ -231,16 +226,13 @@ class _Comparing:
         except RuntimeError as error:
             if self.dtype is None or isinstance(error, NarrowcastError):
                 if self._is_own and any(word in str(error) for word in ("dtype", "scalar type")):
-                    error.add_note(_MEET)
+                    error.add_note(notes.FORMATS_MEET)
                 raise
             if self.dtype is torch.float32:  # its code names the formats of weights: they are kept
                 self.dtype = None
                 return self._run_reference(observer)
-            raise RunError(
-                "compare(reference='fp64')", f"the model does not run in fp64: {said_of(error)}",
-                advice="Use reference='fp32': functions that close over their weights, frozen scripts, and code that "
-                "names dtypes keep the formats that they have.",
-            ) from error  # fmt: skip
+            found = f"the model does not run in fp64: {said_of(error)}"
+            raise RunError("compare(reference='fp64')", found, advice=notes.USE_FP32) from error
 
     def _find_not_finite(self, expected: Outcome) -> None:
         """Find the first call that makes what is not finite here, and is in the reference; and the reference's own."""

@@ -24,6 +24,14 @@ SKIPPED = (
     "A scaler skips this step in the region, since gradients overflow at its scale: that is intended, and nothing is "
     "compared. Compare a step at a scale that it keeps (init_scale), or after some steps."
 )
+FORMATS_MEET = (
+    "narrowcast: this was the reference run, in which the region casts nothing, and weights in a low format that a "
+    "function holds stay in it. Cast their inputs where they are used, or give reference= a function that runs in fp32."
+)
+USE_FP32 = (
+    "Use reference='fp32': functions that close over their weights, frozen scripts, and code that names dtypes keep "
+    "the formats that they have."
+)
 NOTHING_IS_CAST = "No call computes in another format than in the reference: the policy casts nothing of the model."
 ABOUT_BLIND_ROWS = (
     "Some queries see no key, and kernels of attention differ about what such rows give: they are compared as zeros."

@@ -216,7 +216,7 @@ class Judging:
                 for makers, bundles, same in zip(self.makers, (pair.a, pair.b), names, strict=True)]  # fmt: skip
         a, b = self.upstream(read)
         explained = self._explained(pair, a, b)
-        if any(self._are_written_in_part(n, x, read[n]) for n, side in enumerate((a, b)) for x in side.known):
+        if any(self.values.sides[n].wrote_a_part(x, read[n]) for n, side in enumerate((a, b)) for x in side.known):
             explained = max(explained, self._largest)  # of elements that it left as they were
         self._note_as_read(read, inputs, a, b)
         if difference <= explained or self._is_by_casts(read, difference):
@@ -242,11 +242,6 @@ class Judging:
             least = _OF_SAMPLES * explained * self._of_whole(read[0], a)
             return OF_PARTS if difference > (least if least < BAND_OF_LOW else max(least, _OTHERS)) else ""
         return "" if made_by[0] & made_by[1] or not all(made_by) else OF_OTHERS
-
-    def _are_written_in_part(self, side: int, maker: Bundle, numbers: Sequence[int]) -> bool:
-        """Return whether the call that wrote to tensors last wrote in place, and to fewer elements than they have."""
-        writes = maker.id.op.split(".")[1].endswith("_")
-        return writes and any(self.values.sides[side].piece(0, n).elements > maker.elements for n in numbers)
 
     def _note_as_read(self, read: Sequence[Sequence[int]], inputs: PieceDistance, a: Upstream, b: Upstream) -> None:
         """Note the difference of inputs as that of the one pair of calls that made them, if only statistics of its

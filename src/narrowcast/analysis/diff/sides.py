@@ -176,6 +176,11 @@ class Side:
         """Return whether some of these tensors were cast from whole numbers or flags."""
         return any(is_whole(self.runs[0].tensors[n].format) for number in numbers for n in self._before(0, number))
 
+    def wrote_a_part(self, maker: Bundle, numbers: Sequence[int]) -> bool:
+        """Return whether the call that wrote to tensors last wrote in place, and to fewer elements than they have."""
+        writes = maker.id.op.split(".")[1].endswith("_")
+        return writes and any(self.piece(0, n).elements > maker.elements for n in numbers)
+
     def strange_casts(self, numbers: Iterable[int]) -> list[CallRecord]:
         """Return casts that round to formats in which no call of the run computes, between these tensors and the calls
         behind.

@@ -130,9 +130,8 @@ def explain(
             timed = capture(trial.model, (trial.args, trial.kwargs), under=opened, times=is_timed)
     if run and found.failure is None:
         found = _compared(found, trial, opened)
-    for advice in [*found.ledger.advice] if is_stored_low(trial.model) else ():
-        if advice.kind in ("weights in a low format", "no casts"):
-            del found.ledger.advice[advice]  # of copies of weights that are kept in more digits
+    if is_stored_low(trial.model):
+        _drop_advice_on_copies(found.ledger)
     is_low = any(low in kind.computes.split(",") for kind in found.ledger.calls)
     return replace(
         found,
@@ -143,6 +142,12 @@ def explain(
         gradients=torch.is_grad_enabled(),
         stored=bytes_stored(trial.model),
     )
+
+
+def _drop_advice_on_copies(ledger: Ledger) -> None:
+    """Drop what a copy is advised whose original is stored in more digits than its weights have."""
+    for advice in [one for one in ledger.advice if one.kind in ("weights in a low format", "no casts")]:
+        del ledger.advice[advice]
 
 
 def _scripted(asked: Explanation, model: Any, around: dict[str, Scope]) -> Explanation:

@@ -368,10 +368,8 @@ def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Fou
         if most.is_wide:
             advice = "Compute it in fp32: leave out the conversion before it is written."
         elif most.is_weight:
-            advice = (
-                "Keep the weights in fp32, model.float(), and run the forward in a region, nc.autocast(device, dtype); "
-                "or what completes them: nc.store(model, optimizer, {'master': 'remainder'}) (or rounding: stochastic)."
-            )
+            advice = "Keep the weights in fp32, model.float(), and open a region, nc.autocast(device, dtype); "
+            advice += "or keep what completes them: nc.store(model, optimizer, {'master': 'remainder'})."
         else:
             advice = "Keep the average in fp32 (copy.deepcopy(model).float(), average.float()), and add value.float()."
         findings.append((UPDATES if most.is_weight else AVERAGE, what, advice, most.site))
