@@ -28,8 +28,8 @@ MOMENTS: dict[type, tuple[str, ...]] = {
 }
 """The optimizers that are stepped here, with the names of their states in the shape of the weight."""
 _NOT_HERE = ("amsgrad", "differentiable", "capturable")
-_PAYS, _AT_ONCE = 1 << 18, 1 << 20
-"""Elements that are worth compiling for; and those of a part of what is not compiled."""
+_PAYS, _EACH, _AT_ONCE = 1 << 18, 1 << 13, 1 << 20
+"""Elements that are worth compiling for, as which each parameter counts besides; those of a part of what is not."""
 Pieces = Sequence[torch.Tensor]
 
 
@@ -123,7 +123,7 @@ def _compiled(formula: Formula, way: str) -> Callable[..., list[torch.Tensor]]:
     return partial(torch.compile(function, dynamic=True, fullgraph=True), formula, way)
 
 
-_NAMES = {torch.float32: "float", torch.bfloat16: "bf16"}
+_NAMES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _WAYS = {
     PLAIN: "PLAIN",
     NEAREST: "NEAREST",
@@ -157,10 +157,11 @@ def _in_cpp(formula: Formula, way: str, dtypes: tuple[torch.dtype, ...]) -> Call
 
 
 class Passes:
-    """Runs passes over parameters of this many elements. notes: why they are not compiled, if they cannot be."""
+    """Runs passes over some parameters. notes: why they are not compiled, if they cannot be."""
 
-    def __init__(self, elements: int) -> None:
-        self._compiles = elements >= _PAYS
+    def __init__(self, elements: int, parameters: int = 0) -> None:
+        """elements: of all parameters together."""
+        self._compiles = elements + parameters * _EACH >= _PAYS
         self.notes: list[str] = []
         self._last: tuple[Any, ...] = (None, None, None)
 

@@ -1,6 +1,6 @@
 // One pass of AdamW or SGD over a parameter as it is stored: what `_pass` in passes.py computes, on a CPU.
 //
-// Defined before: WEIGHT, GRADIENT, MOMENT as float or bf16; WAY as one of the ways below; ADAM, COUPLES, MOMENTUM,
+// Defined before: WEIGHT, GRADIENT as float, bf16 or fp16, MOMENT as float or bf16; WAY as one of the ways below; ADAM, COUPLES, MOMENTUM,
 // NESTEROV as 0 or 1.
 
 #include <cmath>
@@ -9,25 +9,49 @@
 
 enum { PLAIN, NEAREST, MASTER, REMAINDER, STOCHASTIC, KAHAN };
 struct bf16 { uint16_t bits; };
+struct fp16 { uint16_t bits; };
 
 static inline uint32_t bits_of(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
 static inline float of_bits(uint32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
 static inline uint32_t one_nan(float x) { return x == x ? bits_of(x) : 0x7FC00000u; }
 static inline float wide(float x) { return x; }
 static inline float wide(bf16 x) { return of_bits(uint32_t(x.bits) << 16); }
+static inline uint32_t chosen(bool if_, uint32_t a, uint32_t b) { return (a & -uint32_t(if_)) | (b & ~-uint32_t(if_)); }
+static inline float wide(fp16 x) {  // without a branch, and without subnormal numbers of fp32, which may be flushed
+  const uint32_t high = (x.bits & 0x7FFFu) << 13, exponent = high & 0x0F800000u, normal = high + 0x38000000u;
+  const uint32_t small = bits_of(of_bits(normal + 0x00800000u) - 0x1p-14f);
+  const uint32_t any = chosen(exponent == 0x0F800000u, normal + 0x38000000u, chosen(exponent == 0, small, normal));
+  return of_bits(any | (uint32_t(x.bits & 0x8000u) << 16));
+}
 static inline void high_half(uint32_t b, float& to) { to = of_bits(b); }
 static inline bf16 cut(uint32_t b) { return {uint16_t(b >> 16)}; }
 static inline void high_half(uint32_t b, bf16& to) { to = cut(b); }
 static inline void nearest(float x, float& to) { to = x; }
 static inline void nearest(float x, bf16& to) { uint32_t b = one_nan(x); to = cut(b + 0x7FFF + ((b >> 16) & 1)); }
+static inline void nearest(float x, fp16& to) {
+  const uint32_t b = bits_of(x), size = b & 0x7FFFFFFFu;
+  const uint32_t small = bits_of(of_bits(size) + 0.5f) - 0x3F000000u;
+  const uint32_t normal = (size - 0x38000000u + 0xFFFu + ((size >> 13) & 1)) >> 13;
+  const uint32_t large = chosen(size > 0x7F800000u, 0x7E00u, 0x7C00u);
+  const uint32_t any = chosen(size >= 0x47800000u, large, chosen(size < 0x38800000u, small, normal));
+  to = {uint16_t(any | ((b >> 16) & 0x8000u))};
+}
+static inline void high_half(uint32_t, fp16&) {}
+static inline uint32_t raw(float) { return 0; }
+static inline uint32_t raw(bf16 x) { return uint32_t(int32_t(int16_t(x.bits))); }
+static inline uint32_t raw(fp16 x) { return uint32_t(int32_t(int16_t(x.bits))); }
+static inline float most_left(float, float) { return 0; }
+static inline float most_left(bf16, float w) { return __builtin_fabsf(w) * float(0x1p-8 * 1.01) + 0x1p-134f; }
+static inline float most_left(fp16, float w) { return __builtin_fabsf(w) * float(0x1p-11 * 1.01) + 0x1p-25f; }
 static inline uint32_t spread(uint32_t x, uint32_t by) { return (x ^ (x >> 15)) * by; }
-static inline uint32_t hashed(float w, uint32_t at) { return spread(uint32_t(int32_t(bits_of(w)) >> 16) + at, 0x21F0AAADu); }
+static inline uint32_t hashed(WEIGHT w, uint32_t at) { return spread(raw(w) + at, 0x21F0AAADu); }
 static inline uint32_t words(uint32_t keyed, int salt) {
   for (int number = 0; number < 2 + salt; ++number) keyed = spread(keyed, number % 2 ? 0xD35A2D97u : 0x21F0AAADu);
   return keyed >> 16;
 }
 static inline void at_random(float x, uint32_t, float& to) { to = x; }
 static inline void at_random(float x, uint32_t word, bf16& to) { to = cut(one_nan(x) + word); }
+static inline void at_random(float x, uint32_t, fp16& to) { nearest(x, to); }
 
 struct Told { uint32_t moved, kept; };
 
@@ -51,7 +75,7 @@ static Told steps(int64_t start, int64_t end, WEIGHT* __restrict weight, void* _
       w = of_bits((bits_of(master) & follows) | (bits_of(before) & ~follows));
     }
     const uint32_t at = (uint32_t(start) + uint32_t(i)) * 0x9E3779B1u;
-    if (WAY == REMAINDER || WAY == KAHAN) moved += hashed(w, at);
+    if (WAY == REMAINDER || WAY == KAHAN) moved += hashed(weight[i], at);
     if (WAY == REMAINDER) {
       const float whole = of_bits(bits_of(w) + uint32_t(int32_t(static_cast<int16_t*>(beside)[i])));
       const uint32_t is_one = -uint32_t(whole == whole);
@@ -59,8 +83,7 @@ static Told steps(int64_t start, int64_t end, WEIGHT* __restrict weight, void* _
     }
     if (WAY == KAHAN) {
       const float left = wide(static_cast<WEIGHT*>(beside)[i]), whole = w + left;
-      const float most = __builtin_fabsf(w) * float(0x1p-8 * 1.01) + 0x1p-134f;
-      const uint32_t follows = -uint32_t(__builtin_fabsf(left) <= most);
+      const uint32_t follows = -uint32_t(__builtin_fabsf(left) <= most_left(weight[i], w));
       w = of_bits((bits_of(whole) & follows) | (bits_of(before) & ~follows));
     }
     float g = wide(gradient[i]) * n0, m = 0, v = 0;
@@ -92,7 +115,7 @@ static Told steps(int64_t start, int64_t end, WEIGHT* __restrict weight, void* _
       const float left = w - wide(weight[i]);
       nearest(__builtin_fabsf(left) < INFINITY ? left : 0.0f, static_cast<WEIGHT*>(beside)[i]);
     }
-    if (WAY == REMAINDER || WAY == KAHAN) kept += hashed(wide(weight[i]), at);
+    if (WAY == REMAINDER || WAY == KAHAN) kept += hashed(weight[i], at);
     if (WAY == NEAREST) {
       moved += w != before;
       kept += w != before && wide(weight[i]) == before;

@@ -83,7 +83,7 @@ class Stored(Resumed):
         self.name, self.storage, self.optimizer, self.slots = name, storage, optimizer, slots
         self.update, self._replicas = 0, replicas or Replicas()
         self.of_parameter = {slot.parameter: slot for slot in slots}
-        self._passes = Passes(sum(slot.weight.numel() for slot in slots))
+        self._passes = Passes(sum(slot.weight.numel() for slot in slots), len(slots))
         self.notes = self._passes.notes
         self.notes += notes
         self._lost: list[float] = []
