@@ -109,7 +109,8 @@ class Findings:
                     "fp16 gradients",
                     "gradients are fp16: unscaled they hold nothing below 6e-8, and what the scale had saved is lost "
                     "again",
-                    "Keep weights in fp32 and open a region (nc.autocast) instead of model.half().",
+                    "Keep weights in fp32 and open a region (nc.autocast) instead of model.half(); with nc.store write "
+                    'gradient = "fp32".',
                     loop_line(),
                 )
 

@@ -48,8 +48,9 @@ def slots_of(
     _check_optimizer(asked, model, optimizer)
     if any(isinstance(one, UninitializedParameter) for one in model.parameters()):
         raise RunError(asked, "it has lazy layers that were never called", advice="Call the model once before.")
-    wrapper = model if isinstance(model, torch.nn.parallel.DistributedDataParallel) else None
-    names, classes = _names(model if wrapper is None else wrapper.module)
+    is_in_ddp = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    is_wrapped = is_in_ddp or isinstance(model, torch.nn.DataParallel)
+    names, classes = _names(model.get_submodule("module") if is_wrapped else model)
     slots: dict[int, StoredParameter] = {}
     unmatched = [*declared.rules]
     for number, group in enumerate(optimizer.param_groups):
@@ -75,7 +76,7 @@ def slots_of(
                 )
             kept = kept.checked(kept.weight or own.name, name)
             slots[id(parameter)] = slot = StoredParameter.of(name, parameter, kept, number)
-            _check_slot(asked, slot, wrapper is not None)
+            _check_slot(asked, slot, is_in_ddp)
     _check_statistics(asked, model, slots)
     return list(slots.values()), unmatched
 
