@@ -273,7 +273,7 @@ def test_what_is_traced_for_a_branch_is_not_recorded(gradients, fresh_dynamo):
     assert sorted(cast.argument for cast in ledger.casts) == ["bias", "input", "weight"]
 
 
-@pytest.mark.parametrize("goal", [None, "fast"])
+@pytest.mark.parametrize("goal", [None, pytest.param("fast", marks=pytest.mark.slow)])
 def test_times_are_those_of_eager_code_and_said_to_be(goal, fresh_dynamo):
     """What is compiled is not run: a goal that was asked for is not advised."""
     asked = {} if goal is None else {"goal": goal}

@@ -70,10 +70,19 @@ MAKE = {
     "strict export": lambda model, x, policy: nc.export(model, (x,), under=policy, strict=True).module(),
     "compile": lambda model, x, policy: nc.compile(model, under=policy, backend="aot_eager"),
 }
+LONG = ("export", "strict export", "compile")
 
 
-@pytest.mark.parametrize("make", MAKE)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "make"),
+    [
+        pytest.param(
+            rule, make, marks=[pytest.mark.slow] if make in LONG and (row + n) % 2 else [], id=f"{rule}-{make}"
+        )
+        for row, rule in enumerate(RULES)
+        for n, make in enumerate(MAKE)
+    ],
+)
 def test_rules_hold_where_they_say(rule, make):
     """Module paths whole, list members included; class names without TorchScript's numbers; functions by name."""
     torch.manual_seed(0)

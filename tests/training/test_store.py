@@ -191,8 +191,10 @@ class TestBits:
          *((way, torch.float16) for way in ("nearest", "fp32", "kahan"))],
     )  # fmt: skip
     @pytest.mark.parametrize(
-        "formula", [Formula(True, False), Formula(True, True), Formula(False, True, True, True), Formula(False, False)]
-    )
+        "formula",
+        [Formula(True, True), Formula(False, True, True, True), *(pytest.param(one, marks=pytest.mark.slow)
+         for one in (Formula(True, False), Formula(False, False)))],
+    )  # fmt: skip
     def test_compiled_code_gives_the_same_bits(self, formula, way, low):
         numbers = [1.0, 0.1, 0.999, 0.1, 0.99, 0.01, 1.3, 1e-8, 1e-3] if formula.is_adam else [1.0, 0.1, 0.01, 0.9, 1.0]
         found = []
@@ -547,8 +549,11 @@ class TestAround:
             steps = 4 * len([*model.parameters()])  # the optimizer's own counts
             assert sum(g.bytes_per_element * g.elements for g in check.groups) == wanted * count + steps
 
-    @pytest.mark.parametrize("make", [lambda p: adamw(p), lambda p: torch.optim.RMSprop(p, 1e-5)])
-    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize(
+        ("form", "make"),
+        [(form, adamw) for form in FORMS]
+        + [(form, lambda p: torch.optim.RMSprop(p, 1e-5)) for form in ("nearest", "kahan")],
+    )
     def test_checks_know_what_is_stored_and_change_nothing(self, form, make):
         model, optimizer, stored = made(FORMS[form], make)
         for group in optimizer.param_groups:
