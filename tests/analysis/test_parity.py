@@ -690,3 +690,41 @@ def test_weights_that_an_engine_gets_between_its_calls_are_said(model, tmp_path,
     assert run.weights_changed == [2]
     found = nc.parity(model, nc.load(run.save(tmp_path / "run.json.gz"), nc.Run) if is_saved else run, IDS)
     assert found.verdict == "weights" and "from call 2" in first(found).what, found
+
+
+class WithActivation(nn.Module):
+    """Layers with one activation that all share, or one each; of other layers the last sine is a fault."""
+
+    def __init__(self, is_shared, has_fault=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.acts = nn.ModuleList([nn.GELU()] * 3 if is_shared else [nn.GELU() for _ in range(3)])
+        self.has_fault = has_fault
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for number, (layer, act) in enumerate(zip(self.layers, self.acts, strict=True)):
+            y = act(layer(x))
+            x = x + (torch.sin(y) if self.has_fault and number == 1 else y)
+        return self.head(x)
+
+
+def test_a_module_that_layers_share_is_no_cache():
+    """It is called several times in one forward: a fault beside it is none of a cache, or of positions."""
+    ids = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(0))
+    found = nc.parity(WithActivation(False), WithActivation(True, has_fault=True), ids)
+    assert found.verdict not in ("alike", "round-off", "cache or position", "batch shape"), str(found)
+
+
+@pytest.mark.parametrize("seed", [1, 3, 8])
+def test_square_weights_of_another_seed_are_other_weights(seed):
+    """None is taken for another one's transpose since it happens to be nearer so."""
+
+    def mlp(number):
+        torch.manual_seed(number)
+        return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+
+    found = nc.parity(mlp(0), mlp(seed), torch.randn(4, 16, generator=torch.Generator().manual_seed(5)))
+    assert found.verdict == "weights" and found.causes[0].is_confirmed

@@ -73,8 +73,14 @@ def of_rounding(found: RunDifferences) -> Cause:
 
 
 def _pieces(run: Run) -> int:
-    """Return how often modules are called: once for each token, with a cache."""
-    return max((call.id.module_call for call in run.calls), default=1)
+    """Return how often the modules of the first call and of the last are called: once for each token, with a cache.
+    Others may be called several times in one forward, as an activation that layers share.
+    """
+    called: dict[str, int] = {}
+    for call in run.calls:
+        called[call.id.module_path] = max(called.get(call.id.module_path, 1), call.id.module_call)
+    ends = (run.calls[0], run.calls[-1]) if run.calls else ()
+    return min((called[call.id.module_path] for call in ends), default=1)
 
 
 def _suspects(found: RunDifferences, has_weights: bool) -> Iterator[Suspect]:

@@ -123,12 +123,12 @@ def _is_same(x: torch.Tensor | None, y: torch.Tensor) -> bool:
 
 
 def _same(name: str, x: torch.Tensor, y: torch.Tensor) -> MadeOfRows:
-    """Return the parameter of the same name and shape; turned, if it is square and nearer so."""
+    """Return the parameter of the same name and shape; turned, if it is square and far nearer so."""
     source = MadeOfRows((RowRange(name, 0, x.shape[0] if x.dim() else 0),))
     if x.dim() != 2 or x.shape[0] != x.shape[1] or torch.equal(x, y):
         return source
     straight, turned = ((one.double() - y.double()).norm() for one in (x.detach(), x.detach().t()))
-    return replace(source, is_turned=True) if turned < straight else source
+    return replace(source, is_turned=True) if turned < straight / 2 else source
 
 
 def _keys(matrix: torch.Tensor) -> list[tuple[float, ...]]:
