@@ -6,11 +6,9 @@ import sys
 IMPORT = "import sys, torch\nbefore = set(sys.modules)\nimport narrowcast as nc\nnc.autocast, nc.record\n"
 REGION = "with nc.autocast('cpu', torch.bfloat16): torch.mm(torch.ones(2, 2), torch.ones(2, 2))\n"
 RULE = "policy = nc.Policy.native().with_rules(nc.Rule('aten.mm', 'full', reason='a rule'))\n"
-FIRST = (
-    IMPORT + REGION + RULE + REGION.replace("bfloat16)", "bfloat16, policy=policy)")
-    + "with nc.record() as ledger:\n    " + REGION + "assert len(ledger.casts) == 2\n"
-    + "with nc.record(), nc.autocast('cpu'): torch.nn.Linear(2, 2)(torch.ones(2, 2)).sum().backward()\n"
-)  # fmt: skip
+FIRST = IMPORT + REGION + RULE + REGION.replace("bfloat16)", "bfloat16, policy=policy)")
+FIRST += f"with nc.record() as ledger:\n    {REGION}assert len(ledger.casts) == 2\n"
+FIRST += "with nc.record(), nc.autocast('cpu'): torch.nn.Linear(2, 2)(torch.ones(2, 2)).sum().backward()\n"
 """The import, the first region, the first with a policy, the first recordings: of ops, of a module and its backward."""
 SLOW = ("scipy", "sympy", "torch._dynamo", "torch._inductor", "torch.onnx", "rich", "typer", "filelock", "jinja2")
 

@@ -187,14 +187,14 @@ class TestBits:
 
     @pytest.mark.parametrize(
         ("way", "low"),
-        [*((way, torch.bfloat16) for way in (PLAIN, "nearest", "fp32", "remainder", "stochastic", "kahan")),
-         *((way, torch.float16) for way in ("nearest", "fp32", "kahan"))],
-    )  # fmt: skip
+        [(way, torch.bfloat16) for way in (PLAIN, "nearest", "fp32", "remainder", "stochastic", "kahan")]
+        + [(way, torch.float16) for way in ("nearest", "fp32", "kahan")],
+    )
     @pytest.mark.parametrize(
         "formula",
-        [Formula(True, True), Formula(False, True, True, True), *(pytest.param(one, marks=pytest.mark.slow)
-         for one in (Formula(True, False), Formula(False, False)))],
-    )  # fmt: skip
+        [Formula(True, True), Formula(False, True, True, True)]
+        + [pytest.param(Formula(is_adam, False), marks=pytest.mark.slow) for is_adam in (True, False)],
+    )
     def test_compiled_code_gives_the_same_bits(self, formula, way, low):
         numbers = [1.0, 0.1, 0.999, 0.1, 0.99, 0.01, 1.3, 1e-8, 1e-3] if formula.is_adam else [1.0, 0.1, 0.01, 0.9, 1.0]
         found = []
@@ -697,8 +697,8 @@ class TestChangedSince:
             with torch.no_grad():
                 model[0].weight.mul_(0.5)
                 model[1].weight.mul_(0.5)
-        assert stored.notes == ["0.weight and 1 more weight changed since the last step, not by the optimizer: "
-                                "what completes them follows."]  # fmt: skip
+        (note,) = stored.notes
+        assert note.startswith("0.weight and 1 more weight changed since the last step, not by the optimizer")
 
 
 class TestDeclaration:

@@ -78,7 +78,7 @@ class ScaledBy:
         self._without[id(leaf)] = leaf, site, is_part
 
     def cleared(self, leaf: torch.Tensor) -> None:
-        """Note that a leaf has no gradient: what a loss that was not scaled gave to it is gone."""
+        """Note that a leaf has no gradient: that of a loss that was not scaled is gone."""
         self._without.pop(id(leaf), None)
 
     def written(self, keys: set[int]) -> None:
