@@ -204,12 +204,14 @@ def other_arguments(kept: KeptCall, expected: KeptCall) -> list[tuple[tuple[str,
         (FORMATS[d].epsilon for d in [*kept.dtypes, *kept.output, *expected.output] if d in FORMATS), default=0.0
     )
     was, now = dict(expected.given), dict(kept.given)
-    calls = (kept.call, expected.call)
-    tensors = {name: t for call in calls for name, t in tensors_by_name(call.facts, call.args, call.kwargs)}
+    both = [dict(tensors_by_name(one.call.facts, one.call.args, one.call.kwargs)) for one in (kept, expected)]
+    tensors = both[0] | both[1]
     names = [name for name in {**was, **now} if "dtype" not in name and name not in tensors]
     values = [(name, was.get(name, "None"), now.get(name, "None")) for name in names]
-    rank = max((t.dim() for t in tensors.values()), default=0) + is_named(kept.call.id.op, "operands.adds_a_dimension")
+    ranks = {max((t.dim() for t in each.values()), default=0) for each in both}
+    rank = max(ranks) + is_named(kept.call.id.op, "operands.adds_a_dimension")
     others = [(n, a, b) for n, a, b in values if a != b and not (n.startswith("dim") and _are_same_dims(a, b, rank))]
+    others = [one for one in others if len(ranks) == 1 or not one[0].startswith("dim")]  # of tensors in other shapes
     return [((n, a), (n, b)) for n, a, b in others if not _are_alike(a, b, unit)]
 
 
