@@ -90,6 +90,8 @@ def flattening(op: str, read: Mapping[str, Piece], result: Piece) -> float:
     by its steepest slope, and what is left is smaller. Of sums, products and norms 1: they have bounds of their own.
     """
     sizes = [piece.rms * math.sqrt(piece.elements) for piece in read.values() if piece.is_seen]
+    if sizes and not result.is_seen:  # a condition: it asks which side of a threshold an element is on
+        return math.inf
     if not sizes or not result.rms or op_kind(op).family in (GEMM, CONV, ATTENTION, NORM, SOFTMAX):
         return 1.0
     slope = 1.0
@@ -97,6 +99,8 @@ def flattening(op: str, read: Mapping[str, Piece], result: Piece) -> float:
         slope = result.largest
     elif _is_of(op, "reciprocals"):
         slope = result.largest**2
+    elif _is_of(op, "logarithms"):
+        slope = max(1 / piece.low if piece.low > 0 else math.inf for piece in read.values())
     elif _is_of(op, "quotients"):
         divisor = read.get("other", read.get("tensor2"))
         slope = 1.0 if divisor is None else 1 / divisor.low if divisor.low > 0 else math.inf

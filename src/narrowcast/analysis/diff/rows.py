@@ -88,12 +88,15 @@ class Judging:
         is_rough = any(one.by in (STATISTICS, RANGES) for one in inputs.values())
         if is_rough or pair.a[0].id.direction == BACKWARD:  # it sums rows, not all of which are sampled
             before = max(before, self._largest)
-        before = max(before, min(self._largest, max(before, NINE_DIGITS) * self.values.flattening(pair)))
+        flattening = self.values.flattening(pair)
+        before = max(before, min(self._largest, max(before, NINE_DIGITS) * flattening))
         shown = max(self._measured, self.widest)  # what is further apart are other values, no errors of values
         self._read[pair] = shown if math.isnan(input_difference) or is_rough else min(input_difference, shown)
         chosen_by = max(self._chosen_by(pair), default=0.0)
         unknown = self._largest if inputs and not is_of_a_part else 0.0  # of complex numbers
         seen = unknown if math.isnan(input_difference) else min(input_difference, shown)
+        self._read[pair] = max(self._read[pair], min(self._largest, max(seen, NINE_DIGITS) * flattening))
+        seen = max(seen, min(self._largest, max(seen, NINE_DIGITS) * flattening))  # of elements that are near a step
         jumped = jump(pair.a[0].id.op, seen, chosen_by)
         if pair.a[0].id.direction == FORWARD:  # in any rows, not all of which are sampled
             self._jumped = max(self._jumped, jumped)

@@ -147,7 +147,7 @@ class _Check:
         observer = ResultsOfCalls()
         args, kwargs = arguments
         output = self._call(lambda model: model(*args, **kwargs), observer, seed)
-        return floats_of(output), observer.kept
+        return _numbers_of(output), observer.kept
 
     def _call(self, call: Callable[[Any], Any], observer: Any = None, seed: int | None = None) -> Any:
         self.runs += 1
@@ -165,7 +165,7 @@ class _Check:
         with torch.no_grad(), self._trial.copied(None) as run, self._region:
             model = run.model if isinstance(run.model, torch.nn.Module) else torch.nn.Module()
             with Exchange(model, moves=Noise(seed)).observing():
-                return floats_of(run.model(*args, **kwargs))
+                return _numbers_of(run.model(*args, **kwargs))
 
     # -- what is said --------------------------------------------------------------------------------------------------
 
@@ -224,3 +224,8 @@ def _with(inputs: Mapping[str, Any], model: Any) -> Any:
 
 def _in_chunks(decoding: Decoding, inputs: Mapping[str, Any], lengths: Sequence[int], model: Any) -> Any:
     return decoding.in_chunks(model, inputs, lengths)
+
+
+def _numbers_of(output: Any) -> list[torch.Tensor]:
+    """Return the floating-point tensors of an output, zero where they are not finite, as rows of masks alone are."""
+    return [x.nan_to_num(0.0, 0.0, 0.0) for x in floats_of(output)]

@@ -170,7 +170,7 @@ def _by_engine(
     own = _distance(called, other, None).rms
     noise = noise_of(called)
     result.runs += 2
-    agrees = found.verdict in (ALIKE, ROUND_OFF)
+    agrees = found.verdict in (ALIKE, ROUND_OFF) or not (found.producers or found.alone)
     if isinstance(other, Live) and other.trial.is_made:
         what = f"what was made of {other.name} is {number_text(own)} off its module; rounding makes "
         what += number_text(noise)
