@@ -340,6 +340,8 @@ FLATTENED = {
     "softcap": lambda h: 30 * torch.tanh(beside(h, 5e3) / 30),
     "reciprocal": lambda h: 1 / beside(h.abs() + 0.1, 1e6),
     "quotient": lambda h: beside(h, 5e4) / torch.cat([torch.full((4,), 5e4), torch.ones(50)]),
+    "sign": lambda h: beside(h, 5e3).sign() + 0.1 * h.mean(),
+    "log2": lambda h: (beside(h, 5e3).abs() + 1e-3).log2(),
     "a row set": lambda h: set_in_part(h, 1, 3.0) * 2,
     "a column set": lambda h: h - set_in_part(h, (slice(None), 0), 0.0),
 }

@@ -124,7 +124,7 @@ def capture(
         changed = weights.changed
         capturing.run.notes += [f"{note_of_changed(changed)}: they are restored."] if changed else []
     if tokens is not None:
-        capturing.run.keep_tokens(*log_probabilities_of(outcome.output, without_padding(tokens, trial.kwargs)))
+        capturing.run.keep_tokens(*log_probabilities_of(outcome.output, without_padding(tokens, trial)))
     capturing.note_environment()
     return capturing.run
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from narrowcast.errors import RunError
+from narrowcast.observation.trial.trial import Trial
 from narrowcast.runtime.torch_surface.dispatch import quietly
 
 LEFT_OUT = -100
@@ -16,12 +18,16 @@ NAMES = ("decoder_input_ids", "input_ids", "tokens", "ids")
 """Keyword arguments that hold a language model's tokens, the first first."""
 
 
-def without_padding(tokens: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
+def without_padding(tokens: torch.Tensor, trial: Trial) -> torch.Tensor:
     """Return tokens with -100 where the mask among a model's arguments is zero, and where the logits of a token are
     those of such a place.
     """
-    of_decoder = NAMES[0] in kwargs
-    mask = kwargs.get("decoder_attention_mask" if of_decoder else "attention_mask")
+    try:
+        names = [*inspect.signature(getattr(trial.model, "forward", trial.model)).parameters]
+    except (TypeError, ValueError):  # of C code
+        names = []
+    given = {**dict(zip(names, trial.args, strict=False)), **trial.kwargs}
+    mask = given.get("decoder_attention_mask" if given.get(NAMES[0]) is not None else "attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.shape != tokens.shape:
         return tokens
     is_out = mask == 0

@@ -9,7 +9,6 @@ of outputs (TTrace, arXiv 2506.09280). Where an error is larger, more runs show 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -30,6 +29,7 @@ from narrowcast.errors import NarrowcastError, RunError, first_line
 from narrowcast.formats import fp32
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under
+from narrowcast.frontends.eager.functions import carried_elsewhere
 from narrowcast.frontends.eager.registered import leaves_no_kernels
 from narrowcast.observation.observer.door import Door, passes
 from narrowcast.observation.observer.observer import Observer
@@ -48,7 +48,6 @@ from narrowcast.runtime.torch_bridge import FORMATS
 from narrowcast.runtime.torch_bridge.case import Case
 from narrowcast.runtime.torch_bridge.inputs import Inputs
 from narrowcast.runtime.torch_surface.dispatch import quietly
-from narrowcast.runtime.torch_surface.modules import told_of_module_calls
 from narrowcast.runtime.torch_surface.state import autocast_off
 
 _SEEDS, _MORE_SEEDS = (11, 12), (13, 14, 15, 16, 17, 18)
@@ -141,7 +140,7 @@ class _Comparing:
         self._step: Step = lambda: None
         self._bands, self._underflow = Bands(), frozenset[str]()
         self._changed, self._door = set[str](), Door(result.notes)
-        self._threads = {threading.get_ident()}  # in which modules were called
+        self._carried = carried_elsewhere()
         self._blind = 0  # calls of attention whose masks hide every key from a query
 
     def run(self, isolate: int | None) -> None:
@@ -179,7 +178,7 @@ class _Comparing:
                 result.compiled = judging.off_by_compiler(seen, actual, self._bands)
         with quietly():
             unknown = notes.about_draws(expected, actual, result.reference) if self._is_own else ""
-            unknown = unknown or notes.about_unseen(under.unseen, len(self._threads) > 1)
+            unknown = unknown or notes.about_unseen(under.unseen, carried_elsewhere() > self._carried)
             self._conclude(is_beyond, expected, repeated, unknown)
             judging.name_cause(result, reference, under)
         self._find_not_finite(expected)
@@ -209,8 +208,7 @@ class _Comparing:
         if watching is None and self._blind:
             watching = self._observed(Compared(self._policies))
         try:
-            heard = told_of_module_calls(lambda _: self._threads.add(threading.get_ident()))
-            with heard, self.weights, without_low_pins(trial.model) if is_reference else nullcontext():
+            with self.weights, without_low_pins(trial.model) if is_reference else nullcontext():
                 outcome = trial.run(region, watching, dtype)
         finally:
             self._changed.update(self.weights.changed)

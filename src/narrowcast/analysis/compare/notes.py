@@ -91,8 +91,8 @@ def about_unseen(unseen: list[CallId], are_in_threads: bool = False) -> str:
     """Return a note on calls whose results are not compared; empty without one."""
     if are_in_threads:
         return (
-            "Modules were called in threads of the model's own, whose calls are not seen: how far their rounding "
-            "carries to the output is not known."
+            "Functions were carried to threads of the model's own (nc.carry), whose calls are not seen: how far their "
+            "rounding carries to the output is not known."
         )
     if not unseen:
         return ""

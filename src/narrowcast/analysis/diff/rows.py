@@ -95,8 +95,8 @@ class Judging:
         chosen_by = max(self._chosen_by(pair), default=0.0)
         unknown = self._largest if inputs and not is_of_a_part else 0.0  # of complex numbers
         seen = unknown if math.isnan(input_difference) else min(input_difference, shown)
-        self._read[pair] = max(self._read[pair], min(self._largest, max(seen, NINE_DIGITS) * flattening))
         seen = max(seen, min(self._largest, max(seen, NINE_DIGITS) * flattening))  # of elements that are near a step
+        self._read[pair] = max(self._read[pair], seen)
         jumped = jump(pair.a[0].id.op, seen, chosen_by)
         if pair.a[0].id.direction == FORWARD:  # in any rows, not all of which are sampled
             self._jumped = max(self._jumped, jumped)

@@ -117,7 +117,7 @@ def live_program(name: str, trial: Trial, under: Under, tokens: torch.Tensor | N
     ):
         found, advice = "two runs differ, with another seed", "Call model.eval() before, and draw nothing."
         raise RunError(f"parity: {name}", found, advice=advice)
-    program.tokens = _tokens_of(trial, program.output) if tokens is None else without_padding(tokens, trial.kwargs)
+    program.tokens = _tokens_of(trial, program.output) if tokens is None else without_padding(tokens, trial)
     if program.tokens is not None:
         program.ids, program.log_probabilities = numbers_of(program.output, program.tokens)
     return program
@@ -165,7 +165,7 @@ def _tokens_of(trial: Trial, output: Any) -> torch.Tensor | None:
     for given in (*named, *trial.args, *trial.kwargs.values()):
         if isinstance(given, torch.Tensor) and given.dtype in (torch.int64, torch.int32) and given.dim():
             with suppress(RunError):
-                wanted = without_padding(given, trial.kwargs)
+                wanted = without_padding(given, trial)
                 logits_of(output, wanted)
                 return wanted
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -95,6 +96,14 @@ class _NoContext:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+_elsewhere = [0]
+
+
+def carried_elsewhere() -> int:
+    """Return how often functions were carried to another thread, whose calls nobody on this one sees."""
+    return _elsewhere[0]
+
+
 def carry(function: F) -> F:
     """Return the function, running in the regions that hold where `carry` is called, on any thread and for any caller.
 
@@ -107,7 +116,7 @@ def carry(function: F) -> F:
             asked=f"carry({type(function).__name__})", found="not callable",
             advice="Give the function that the thread is to run.",
         )  # fmt: skip
-    carried_regions = []
+    carried_regions, made_by = [], threading.get_ident()
     for device_type, region in ruling_regions().items():
         prepared = region.prepared
         cache = prepared.grade if prepared.grade in CHECKED else prepared.facts.cache
@@ -116,6 +125,8 @@ def carry(function: F) -> F:
 
     @contextmanager
     def regions() -> Iterator[None]:
+        if threading.get_ident() != made_by:
+            _elsewhere[0] += 1
         carried = {region.device for region in carried_regions}
         with ExitStack() as stack:
             for device_type in ruled_device_types():

@@ -206,7 +206,7 @@ def advice_todos(result: Differences) -> list[Todo]:
     lost = max(result.gradients, key=lambda row: row.underflow, default=None)
     if lost is not None and lost.underflow > _MOSTLY and not lost.is_round_off_alone:
         why = f"{lost.underflow:.0%} of the gradient of {lost.parameter} underflow"
-        return [Todo("Scale the loss (nc.Scaler), or use bf16", why)]
+        return [Todo("Scale the loss (nc.Scaler), or use bf16", why)] if result.low != "bf16" else []
     if not result.tried or (result.verdict in SOUND and growth is None):
         return []
     if known := _first_fault(result):
