@@ -728,3 +728,22 @@ def test_square_weights_of_another_seed_are_other_weights(seed):
 
     found = nc.parity(mlp(0), mlp(seed), torch.randn(4, 16, generator=torch.Generator().manual_seed(5)))
     assert found.verdict == "weights" and found.causes[0].is_confirmed
+
+
+class Scaled(nn.Module):
+    """Logits that are multiplied by an attribute, as several models do."""
+
+    def __init__(self, scale):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head, self.scale = nn.Embedding(50, 16), nn.Linear(16, 50), scale
+
+    def forward(self, ids):
+        return self.head(self.embed(ids)) * self.scale
+
+
+def test_a_scale_of_logits_in_a_module_is_an_attribute():
+    """No sampler stands between two models: the attribute is what can be changed."""
+    ids = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(0))
+    found = nc.parity(Scaled(2.0), Scaled(4.0), ids)
+    assert found.verdict == "attribute" and "scale 2 in a, 4 in b" in found.causes[0].what, str(found)

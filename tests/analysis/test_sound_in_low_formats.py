@@ -330,6 +330,7 @@ def set_in_part(h, index, value):
     return copied
 
 
+RAW = torch.randn(3, 30, generator=torch.Generator().manual_seed(2)) * 1e4
 FLATTENED = {
     "exp": lambda h: h.masked_fill(MASKED, -1e4).exp(),
     "sigmoid": lambda h: (h + MASKED * -1e4).sigmoid(),
@@ -342,6 +343,8 @@ FLATTENED = {
     "quotient": lambda h: beside(h, 5e4) / torch.cat([torch.full((4,), 5e4), torch.ones(50)]),
     "sign": lambda h: beside(h, 5e3).sign() + 0.1 * h.mean(),
     "log2": lambda h: (beside(h, 5e3).abs() + 1e-3).log2(),
+    "batch norm": lambda h: F.batch_norm(torch.cat([RAW, h], -1), None, None, training=True),
+    "glu": lambda h: F.glu(torch.cat([RAW, h[:, :30]], -1)),
     "a row set": lambda h: set_in_part(h, 1, 3.0) * 2,
     "a column set": lambda h: h - set_in_part(h, (slice(None), 0), 0.0),
 }

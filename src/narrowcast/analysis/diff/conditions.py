@@ -90,12 +90,15 @@ def flattening(op: str, read: Mapping[str, Piece], result: Piece) -> float:
     by its steepest slope, and what is left is smaller. Of sums, products and norms 1: they have bounds of their own.
     """
     sizes = [piece.rms * math.sqrt(piece.elements) for piece in read.values() if piece.is_seen]
-    if sizes and not result.is_seen:  # a condition: it asks which side of a threshold an element is on
+    is_by_column = op_kind(op).family == NORM and any(kind in op for kind in ("batch_norm", "group_norm"))
+    if sizes and (is_by_column or not result.is_seen):  # each column has its own size; a condition, its threshold
         return math.inf
     if not sizes or not result.rms or op_kind(op).family in (GEMM, CONV, ATTENTION, NORM, SOFTMAX):
         return 1.0
     slope = 1.0
-    if _is_of(op, "exponentials"):
+    if op_kind(op).name == "glu":  # one half is multiplied by the other, the gate
+        slope = max(1.0, max(piece.largest for piece in read.values()))
+    elif _is_of(op, "exponentials"):
         slope = result.largest
     elif _is_of(op, "reciprocals"):
         slope = result.largest**2

@@ -94,7 +94,8 @@ def parity(
     apart = _other_tokens(*programs)
     result = Parity(*names, _distance(*programs, max_nats), limit=max_nats)
     result.causes += apart
-    waits = _have_other_weights(*programs)  # of which a scale may look like a temperature
+    are_models = all(isinstance(one, Live) and one.is_module for one in programs)  # an attribute may scale logits
+    waits = are_models or _have_other_weights(*programs)  # and so may other weights
     if not apart and result.distance.rms != 0 and not waits:
         result.causes += _of_sampler(*programs, result.distance)
     whole, is_named = result.distance.rms, bool(result.causes)
@@ -120,8 +121,9 @@ def parity(
         except Exception as error:  # a model that runs as it is need not run with parts of another
             result.notes.append(f"parts of a could not be put into b: {first_line(error)}")
             result.causes = [*causes, *causes_of(found, lambda _: None, whole)]
-        if waits and not any(cause.is_confirmed for cause in result.causes):
-            result.causes = [*_of_sampler(*programs, result.distance), *result.causes]
+        sampler = _of_sampler(*programs, result.distance) if waits else []
+        if sampler and not any(one.is_confirmed and one.kind in (ATTRIBUTE, WEIGHTS) for one in result.causes):
+            result.causes = [*sampler, *(one for one in result.causes if not one.is_confirmed)]
     if whole > 0 and modules is None:
         result.notes.append("no shares: both have to be modules that run, or runs of modules that are still there")
     if modules is None and result.is_over:
