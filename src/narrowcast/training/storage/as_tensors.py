@@ -14,6 +14,8 @@ from narrowcast.runtime.torch_bridge import FORMATS, part_of
 from narrowcast.runtime.torch_surface.grad_scaling import stored_indices, stored_values
 from narrowcast.training.storage.slots import StoredParameter, empty_blocks
 
+ASKED = "load_state_dict of what is stored"
+
 
 def only_one(path: Path, names: list[str], key: str | None) -> str:
     """Return the name under which a file has what is asked for."""
@@ -73,27 +75,27 @@ def check_number(saved: Mapping[str, Any], name: str) -> None:
     value = saved.get(name)
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.is_meta or not bool(value.isfinite()):
         found = "is not there" if value is None else "is no finite number"
-        raise RunError("load_state_dict of what is stored", f"{name} {found}", advice=_WHOLE)
+        raise RunError(ASKED, f"{name} {found}", advice=_WHOLE)
 
 
 def check_bytes(saved: Mapping[str, Any], name: str, count: int) -> bytes:
     """Return the bytes that were saved under a name; RunError for anything else."""
     value = saved.get(name)
     if not isinstance(value, torch.Tensor) or value.dtype is not torch.uint8 or tuple(value.shape) != (count,):
-        raise RunError("load_state_dict of what is stored", f"{name} is not what was saved", advice=_WHOLE)
+        raise RunError(ASKED, f"{name} is not what was saved", advice=_WHOLE)
     return bytes(value.tolist())
 
 
-def check_tensor(asked: str, what: str, value: Any, slot: StoredParameter, dtype: torch.dtype | None = None) -> None:
+def check_tensor(what: str, value: Any, slot: StoredParameter, dtype: torch.dtype | None = None) -> None:
     """Raise RunError for what is no tensor of its parameter's shape, or is in another dtype than it is kept in."""
     if not isinstance(value, torch.Tensor) or value.is_meta:
-        raise RunError(asked, f"{what} is no tensor with values", advice=_WHOLE)
+        raise RunError(ASKED, f"{what} is no tensor with values", advice=_WHOLE)
     if tuple(value.shape) != tuple(slot.parameter.shape):
         found = f"{what} has shape {tuple(value.shape)}, the parameter {tuple(slot.parameter.shape)}"
-        raise RunError(asked, found, advice="Load it into the model that it was saved of.")
+        raise RunError(ASKED, found, advice="Load it into the model that it was saved of.")
     if dtype is not None and value.dtype is not dtype:
         found = f"{what} is in {FORMATS.get(value.dtype, value.dtype)}, not in {FORMATS.get(dtype, dtype)}"
-        raise RunError(asked, f"{found}: it was converted since", advice=_WHOLE)
+        raise RunError(ASKED, f"{found}: it was converted since", advice=_WHOLE)
 
 
 def under(saved: Mapping[str, Any], start: str, whole: bool = False) -> dict[str, Any]:

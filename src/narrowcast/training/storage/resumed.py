@@ -18,6 +18,7 @@ from narrowcast.runtime.torch_bridge import LOW, is_sharded_tensor, part_of, wit
 from narrowcast.runtime.torch_surface.dispatch import quietly, version_of
 from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.storage.as_tensors import (
+    ASKED,
     blocks_of,
     check_bytes,
     check_number,
@@ -40,7 +41,6 @@ KEY = "storage"
 PLAIN_TORCH = "torch"
 """What a state_dict of an optimizer is converted from that stored nothing."""
 _NAME_BYTES = 64
-ASKED = "load_state_dict of what is stored"
 _SAVED = "Give what state_dict() returned, or where it was saved."
 
 
@@ -159,9 +159,13 @@ class Resumed:
             own |= {f"{slot.name}/gradient{part}": one for part, one in blocks_of(gradient.detach()).items()}
         return own
 
+    def _groups(self) -> dict[torch.Tensor, int]:
+        """Return the number of the group that each parameter is in now."""
+        return {one: n for n, group in enumerate(self.optimizer.param_groups) for one in group["params"]}
+
     def _parameters(self) -> bytes:
         """Return a digest of the optimizer's class, and of the names, shapes and groups of the parameters."""
-        groups = {one: n for n, group in enumerate(self.optimizer.param_groups) for one in group["params"]}
+        groups = self._groups()
         rows = sorted(f"{slot.name} {tuple(slot.shape)} {groups.get(slot.parameter)}" for slot in self.slots)
         rows.append(type(self.optimizer).__name__)
         return hashlib.sha256("\n".join(rows).encode()).digest()
@@ -274,7 +278,7 @@ class Resumed:
             for slot in self.slots:
                 for kind in RESTS.values():
                     if f"{slot.name}/{kind}" in saved:
-                        check_tensor(ASKED, f"{kind} of {slot.name}", saved[f"{slot.name}/{kind}"], slot)
+                        check_tensor(f"{kind} of {slot.name}", saved[f"{slot.name}/{kind}"], slot)
             found = "it is of another optimizer, or of parameters of other names, shapes or groups"
             raise RunError(ASKED, found, advice="Load it into the model and optimizer that it was saved of.")
         here = sum(len({key.partition("/")[0] for key in parts}) for parts in states_in(saved).values())
@@ -297,9 +301,9 @@ class Resumed:
             raise RunError(ASKED, f"{slot.name} in fp16 cannot hold its bf16", advice="Convert into bf16 or fp32.")
         for kind in kinds:
             dtype = {"master": torch.float32, "remainder": torch.int16}.get(kind, slot.dtype if is_same else None)
-            check_tensor(ASKED, f"{kind} of {slot.name}", saved[f"{slot.name}/{kind}"], slot, dtype)
+            check_tensor(f"{kind} of {slot.name}", saved[f"{slot.name}/{kind}"], slot, dtype)
         if f"{slot.name}/gradient" in saved:
-            check_tensor(ASKED, f"gradient of {slot.name}", saved[f"{slot.name}/gradient"], slot)
+            check_tensor(f"gradient of {slot.name}", saved[f"{slot.name}/gradient"], slot)
 
     def _check_states(self, slot: StoredParameter, states: Mapping[str, Any], is_same: bool) -> None:
         """Raise RunError unless an optimizer's states of a parameter can be its."""
@@ -310,9 +314,9 @@ class Resumed:
                 step = torch.as_tensor(value, device=None if isinstance(value, torch.Tensor) else "cpu")
                 check_number({what: step if step.dtype not in LOW and float(step.sum()) >= 0 else None}, what)
             elif isinstance(value, torch.Tensor) and key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
-                check_tensor(ASKED, what, value, slot, None if hasattr(value, "codes") else dtype)
+                check_tensor(what, value, slot, None if hasattr(value, "codes") else dtype)
             elif isinstance(value, torch.Tensor) and value.is_meta:
-                check_tensor(ASKED, what, value, slot)
+                check_tensor(what, value, slot)
 
     def _put(self, saved: Mapping[str, Any]) -> None:
         for slot in self.slots:

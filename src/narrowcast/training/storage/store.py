@@ -138,11 +138,11 @@ class Stored(Resumed):
         """Return the bytes on this rank before they were stored and now, by kind: weight, master (or remainder, or
         compensation), gradient, and moments, of which AdamW, Adam and SGD are counted before their first step.
         """
-        sizes = dict.fromkeys(("weight", "master", "gradient", "moments"), (0, 0))
+        sizes, groups = dict.fromkeys(("weight", "master", "gradient", "moments"), (0, 0)), self._groups()
         for slot in self.slots:
             count, before = slot.weight.numel(), slot.before.itemsize
             gradient = slot.dtype_of_gradient.itemsize if slot.parameter.requires_grad else 0
-            moments = self._moments_of(slot)
+            moments = self._moments_of(slot, groups)
             rows = {
                 "weight": (before, slot.weight.element_size()),
                 "master": (0, 0 if slot.rest is None else slot.rest.element_size()),
@@ -211,7 +211,7 @@ class Stored(Resumed):
         with quietly():
             for slot in self.slots if self._replicas.make_equal(self.slots) else ():
                 self._note_bits(slot)
-            groups = {one: group for group in self.optimizer.param_groups for one in group["params"]}
+            groups = self._groups()
             own = list(self._own_slots(groups))
             stepped = {id(slot) for slot, *_ in own}
             lent = [slot for slot in self.slots if id(slot) not in stepped and slot.parameter in groups]
@@ -231,16 +231,16 @@ class Stored(Resumed):
         self._lost = self.lost if len(self._unread) > _UNREAD else self._lost
         return loss
 
-    def _own_slots(self, groups: Mapping[torch.Tensor, dict[str, Any]]) -> Iterator[_OwnStep]:
+    def _own_slots(self, groups: Mapping[torch.Tensor, int]) -> Iterator[_OwnStep]:
         """Yield the parameters that are stepped in a pass, with the formula, the number of their step, and what it
-        asks. groups: those that parameters are in now.
+        asks. groups: the numbers of those that parameters are in now.
         """
-        formulas = {id(group): formula_of(self.optimizer, group) for group in self.optimizer.param_groups}
+        formulas = [formula_of(self.optimizer, group) for group in self.optimizer.param_groups]
         for slot in self.slots:
             if slot.parameter not in groups:
                 continue
-            group, gradient = groups[slot.parameter], slot.parameter.grad
-            formula = formulas[id(group)]
+            number, gradient = groups[slot.parameter], slot.parameter.grad
+            formula = formulas[number]
             is_plain = slot.way == PLAIN and slot.kept.moments == FP32 and slot.dtype_of_gradient is torch.float32
             is_of_others = gradient is None or gradient.is_sparse or slot.dtype_of_moments is None
             if formula is None or is_plain or is_of_others:
@@ -252,7 +252,7 @@ class Stored(Resumed):
                     found = f"its {name} has shape {tuple(part_of(one).shape)}, the weight {tuple(slot.weight.shape)}"
                     raise RunError(f"a step of {slot.name}", found, advice="Give it one of the weight's shape.")
             step = int(state.get("step", 0)) if formula.is_adam else int(state.get("momentum_buffer") is not None)
-            yield slot, formula, step + 1, numbers_of(formula, group, step + 1)
+            yield slot, formula, step + 1, numbers_of(formula, self.optimizer.param_groups[number], step + 1)
 
     def _pass(self, own: list[_OwnStep]) -> list[torch.Tensor]:
         """Step parameters in passes over what is stored."""
@@ -320,15 +320,15 @@ class Stored(Resumed):
     def _names_of(self, formula: Formula) -> tuple[str, ...]:
         return MOMENTS[type(self.optimizer)] if formula.is_adam or formula.momentum else ()
 
-    def _moments_of(self, slot: StoredParameter) -> list[float]:
+    def _moments_of(self, slot: StoredParameter, groups: Mapping[torch.Tensor, int]) -> list[float]:
         """Return the bytes of an element of each of the states in the weight's shape, as they are or will be."""
         states = [v for v in self.optimizer.state.get(slot.parameter, {}).values() if isinstance(v, torch.Tensor)]
         found: list[Any] = [part_of(one) for one in states if one.dim() and one.shape == slot.parameter.shape]
         if found or not slot.parameter.requires_grad:
             blocks: list[list[Any]] = [[one.codes, one.scale] if hasattr(one, "codes") else [one] for one in found]
             return [sum(part.nbytes for part in parts) / max(1, slot.weight.numel()) for parts in blocks]
-        group = next((one for one in self.optimizer.param_groups if slot.parameter in set(one["params"])), None)
-        formula = None if group is None else formula_of(self.optimizer, group)
+        number = groups.get(slot.parameter)
+        formula = None if number is None else formula_of(self.optimizer, self.optimizer.param_groups[number])
         size = {FP32: 4.0, BF16: 2.0}.get(slot.kept.moments, 1.0 + 4 / 256 if fits_blocks(slot.weight) else 4.0)
         return [size] * len(self._names_of(formula)) if formula is not None else []
 
