@@ -747,3 +747,57 @@ def test_a_scale_of_logits_in_a_module_is_an_attribute():
     ids = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(0))
     found = nc.parity(Scaled(2.0), Scaled(4.0), ids)
     assert found.verdict == "attribute" and "scale 2 in a, 4 in b" in found.causes[0].what, str(found)
+
+
+class Returns(nn.Module):
+    """A layer, and what is made of its result."""
+
+    def __init__(self, output):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.output = nn.Linear(8, 8), output
+
+    def forward(self, x):
+        return self.output(self.layer(x))
+
+
+OUTPUTS = {
+    "not compared": [
+        (lambda y: (y, y * 2), lambda y: y),
+        (lambda y: y, lambda y: y[:, :4] * 1.0),
+        (lambda y: y, lambda y: y.argmax(-1)),
+    ],
+    "calls": [
+        (lambda y: y.argmax(-1), lambda y: y.argmin(-1)),
+        (torch.fft.fft, lambda y: 2 * torch.fft.fft(y)),
+        (lambda y: y.sum().item(), lambda y: 2 * y.sum().item()),
+        (lambda y: y, lambda y: y.masked_fill(y == y.max(), math.nan)),
+    ],
+    "alike": [
+        (lambda y: {"a": y, "b": 2 * y}, lambda y: {"b": 2 * y, "a": y}),
+        (lambda y: (y, 2 * y), lambda y: {"a": y, "b": 2 * y}),
+        (lambda y: (y * math.nan, y), lambda y: (y * math.nan, y)),
+    ],
+}
+
+
+@pytest.mark.parametrize(("verdict", "outputs"), [(name, pair) for name, pairs in OUTPUTS.items() for pair in pairs])
+def test_outputs_are_compared_by_name_whatever_they_are_or_it_is_said(verdict, outputs):
+    """What has no partner never passes as alike."""
+    found = nc.parity(*map(Returns, outputs), torch.randn(3, 8, generator=torch.Generator().manual_seed(0)))
+    is_calls = verdict == "not compared" and found.verdict == "calls"  # which makes the difference, with its line
+    assert (found.verdict == verdict or is_calls) and found.is_over == (verdict != "alike"), found
+    assert any("outputs are not compared" in note for note in found.notes) == (verdict == "not compared"), found
+
+
+class LastOtherwise(Scaled):
+    def forward(self, ids):
+        logits = super().forward(ids)
+        return torch.cat([logits[:, :-1], logits[:, -1:].flip(-1)], 1)
+
+
+def test_the_logits_after_the_last_token_are_compared():
+    """No given token is predicted by them; they are what a model goes on with."""
+    ids = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(0))
+    found = nc.parity(Scaled(1.0), LastOtherwise(1.0), ids, max_nats=1e-3)
+    assert found.verdict == "calls" and found.is_over and "after the last" in first(found).what, found

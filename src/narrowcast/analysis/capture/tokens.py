@@ -46,15 +46,33 @@ def log_probabilities_of(output: Any, tokens: torch.Tensor) -> tuple[torch.Tenso
         return ids.cpu(), torch.cat(values).cpu()
 
 
+def after_the_last(a: Any, b: Any, tokens: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Return the log-probabilities, in a and in b, of what either finds most likely after the last token of each row;
+    none where there is padding, or vocabularies are of other sizes. a, b, tokens: as for `logits_of`.
+    """
+    with quietly():
+        is_wanted = (tokens[..., -1] != LEFT_OUT).reshape(-1)
+        x, y = (_logits_in(one).detach()[..., -1, :].double().cpu() for one in (a, b))
+        if x.shape != y.shape:
+            return [], []
+        x, y = (one.reshape(-1, one.shape[-1])[is_wanted.cpu()].log_softmax(-1) for one in (x, y))
+        ids = torch.stack([x.argmax(-1), y.argmax(-1)], -1)
+        return x.gather(-1, ids).flatten().tolist(), y.gather(-1, ids).flatten().tolist()
+
+
+def _logits_in(output: Any) -> Any:
+    logits = output["logits"] if isinstance(output, Mapping) and "logits" in output else output
+    logits = getattr(logits, "logits", logits)
+    return logits[0] if isinstance(logits, list | tuple) and logits else logits
+
+
 def logits_of(output: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each token but the first of its row, and the logits for its place: [N], [N, V].
 
     output: logits [..., T, V], or what has them as `logits`, or first; tokens: ids [..., T], -100 where nothing is
     wanted. RunError for others.
     """
-    logits = output["logits"] if isinstance(output, Mapping) and "logits" in output else output
-    logits = getattr(logits, "logits", logits)
-    logits = logits[0] if isinstance(logits, list | tuple) and logits else logits
+    logits = _logits_in(output)
     asked = f"capture(tokens={list(tokens.shape)})"
     if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != tokens.shape or tokens.shape[-1] < 2:
         found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -13,14 +14,15 @@ from narrowcast.analysis.capture.capture import observed_region
 from narrowcast.analysis.parity.batches import Own, Results, ResultsOfCalls, Samples, own_elements
 from narrowcast.analysis.parity.decoding import Decoding, decoding_of
 from narrowcast.analysis.parity.exchange import OF_NOISE, Exchange
-from narrowcast.analysis.parity.programs import floats_of, relative_error
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under
 from narrowcast.frontends.eager.registered import leaves_no_kernels
+from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.noise import Noise
-from narrowcast.observation.trial.trial import Trial
+from narrowcast.observation.trial.output_errors import error_of
+from narrowcast.observation.trial.trial import Trial, tensors_of
 from narrowcast.output.words import sizes
 from narrowcast.reports.results.invariance import Invariance, Variant
 from narrowcast.reports.results.verdicts import CACHE, INVARIANT, LEAK, NOT_JUDGED, SHAPE
@@ -90,7 +92,7 @@ class _Check:
             found = "two runs of the same sample differ, with another seed"
             raise RunError(f"check_invariance({trial.name})", found, advice=advice)
         self._alone_others = [self._run(other) for other in self._others]
-        self._bound = OF_NOISE * max(relative_error(self._alone, self._moved(seed)) for seed in (0, 1))
+        self._bound = OF_NOISE * max(_relative_error(self._alone, self._moved(seed)) for seed in (0, 1))
 
     def in_batch(self, size: int, place: int) -> Variant:
         """Return how the sample comes out at a place in a batch."""
@@ -176,7 +178,7 @@ class _Check:
         found: Sequence[torch.Tensor],
         first: Mapping[str, Any] = _NOTHING,
     ) -> Variant:
-        error = relative_error(alone, found)
+        error = _relative_error(alone, found)
         if error == 0 and all(torch.equal(x, y) for x, y in zip(alone, found, strict=True)):
             return Variant(name, INVARIANT, **first)
         return Variant(name, SHAPE if error <= self._bound else CACHE, error, self._bound, **first)
@@ -226,6 +228,13 @@ def _in_chunks(decoding: Decoding, inputs: Mapping[str, Any], lengths: Sequence[
     return decoding.in_chunks(model, inputs, lengths)
 
 
+def _relative_error(reference: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
+    """Return the relative error (L2) of all of them together; NaN where shapes differ, or there is nothing."""
+    if not reference or [x.shape for x in reference] != [y.shape for y in found]:
+        return math.nan
+    return error_of([y.double() for y in found], [x.double() for x in reference])
+
+
 def _numbers_of(output: Any) -> list[torch.Tensor]:
     """Return the floating-point tensors of an output, zero where they are not finite, as rows of masks alone are."""
-    return [x.nan_to_num(0.0, 0.0, 0.0) for x in floats_of(output)]
+    return [x.nan_to_num(0.0, 0.0, 0.0) for x in tensors_of(output) if is_floating(x)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 
 from narrowcast.analysis.capture.capture import module_of
-from narrowcast.analysis.capture.tokens import logits_of
+from narrowcast.analysis.capture.tokens import after_the_last, logits_of
 from narrowcast.analysis.diff.diff import diff
 from narrowcast.analysis.parity.causes import Search, other_choices, place_of
 from narrowcast.analysis.parity.exchange import ModuleCall, containers
+from narrowcast.analysis.parity.outputs import notes_on
 from narrowcast.analysis.parity.partners import partners_of
 from narrowcast.analysis.parity.programs import Live, OneProgram, distance, live_program, program_of
 from narrowcast.analysis.parity.rest import causes_of, of_rounding
@@ -27,7 +29,7 @@ from narrowcast.frontends.eager.registered import leaves_no_kernels
 from narrowcast.observation.trial.trial import Trial
 from narrowcast.output.words import number_text
 from narrowcast.reports.results.mapping import RunMapping
-from narrowcast.reports.results.parity import Cause, Distance, ModuleShare, Parity, distance_in_nats
+from narrowcast.reports.results.parity import SOUND_CAUSES, Cause, Distance, ModuleShare, Parity, distance_in_nats
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_differences import RunDifferences
 from narrowcast.reports.results.saved import load
@@ -124,11 +126,31 @@ def parity(
         sampler = _of_sampler(*programs, result.distance) if waits else []
         if sampler and not any(one.is_confirmed and one.kind in (ATTRIBUTE, WEIGHTS) for one in result.causes):
             result.causes = [*sampler, *(one for one in result.causes if not one.is_confirmed)]
+    if isinstance(programs[0], Live) and isinstance(programs[1], Live):
+        _of_outputs(result, programs[0], programs[1], found)
     if whole > 0 and modules is None:
         result.notes.append("no shares: both have to be modules that run, or runs of modules that are still there")
     if modules is None and result.is_over:
         result.notes += found.notes  # which are about pairs of calls
     return result
+
+
+def _of_outputs(result: Parity, a: Live, b: Live, found: RunDifferences) -> None:
+    """Enter what the distance does not say of two outputs: what has no partner, integers, and, of language models, what
+    follows the last token.
+    """
+    calls = [cause for cause in causes_of(found, lambda _: None, math.nan) if cause.kind not in SOUND_CAUSES]
+    if a.tokens is None or b.tokens is None:
+        result.notes += notes_on(a.output, b.output)
+        result.causes = calls if math.isnan(result.distance.rms) else result.causes
+        return
+    after = after_the_last(a.output, b.output, a.tokens) if a.ids == b.ids else ([], [])
+    far = distance_in_nats(*after).rms
+    if result.verdict in SOUND_CAUSES and far > 0 and far > _CONFIRMS * noise_of(a):
+        of_a, of_b = [*a.log_probabilities, *after[0]], [*b.log_probabilities, *after[1]]
+        result.distance = distance_in_nats(of_a, of_b, result.limit)
+        what = f"the tokens agree; what is most likely after the last of each row is {number_text(far)} nats apart"
+        result.causes = [Cause(CALLS, what, "compare what both do at the last place"), *calls]
 
 
 def _as_modules(a: OneProgram, b: OneProgram) -> tuple[Live, Live] | None:
@@ -158,7 +180,8 @@ def _called_by(program: OneProgram, live: Live) -> Live | None:
         called.run = called.captured()
     except Exception:  # it takes other inputs: what it raises is its own
         return None
-    return called if called.is_module else None
+    is_compared = called.is_module and not math.isnan(distance(called, live, live.output).rms)
+    return called if is_compared else None
 
 
 def _by_engine(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,11 +12,11 @@ import torch
 from narrowcast.analysis.capture.capture import capture, observed_region
 from narrowcast.analysis.capture.tokens import NAMES, log_probabilities_of, logits_of, without_padding
 from narrowcast.analysis.parity.exchange import Exchange, Kept
+from narrowcast.analysis.parity.outputs import error_of_outputs
 from narrowcast.errors import RunError
 from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.asked import Under
-from narrowcast.observation.trial.finiteness import is_floating
-from narrowcast.observation.trial.trial import Trial, detached, tensors_of
+from narrowcast.observation.trial.trial import Trial, detached
 from narrowcast.observation.trial.uncast import Uncast
 from narrowcast.reports.results.parity import RELATIVE, Distance, distance_in_nats
 from narrowcast.reports.results.run import Run
@@ -111,10 +110,7 @@ def live_program(name: str, trial: Trial, under: Under, tokens: torch.Tensor | N
     with torch.no_grad():
         program.output = trial.run(region).output
         again = trial.run(region, _seeded()).output
-    if any(
-        not torch.equal(x.nan_to_num(), y.nan_to_num())
-        for x, y in zip(floats_of(program.output), floats_of(again), strict=False)
-    ):
+    if error_of_outputs(program.output, again) > 0:
         found, advice = "two runs differ, with another seed", "Call model.eval() before, and draw nothing."
         raise RunError(f"parity: {name}", found, advice=advice)
     program.tokens = _tokens_of(trial, program.output) if tokens is None else without_padding(tokens, trial)
@@ -141,22 +137,7 @@ def distance(a: Live, b: Live, output: Any, limit: float | None = None) -> Dista
     if a.log_probabilities and b.tokens is not None:
         return distance_in_nats(a.log_probabilities, numbers_of(output, b.tokens)[1], limit)
     with quietly():
-        return Distance(RELATIVE, relative_error(floats_of(a.output), floats_of(output)))
-
-
-def relative_error(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
-    """Return the relative error (L2) of all of b together; NaN where shapes differ, or there is nothing to compare."""
-    pairs = list(zip(a, b, strict=False))
-    if not pairs or any(x.shape != y.shape for x, y in pairs):
-        return math.nan
-    off = sum(float((y.double() - x.double()).square().sum()) for x, y in pairs)
-    size = sum(float(x.double().square().sum()) for x, _ in pairs)
-    return (off / size) ** 0.5 if size else float(off > 0)
-
-
-def floats_of(output: Any) -> list[torch.Tensor]:
-    """Return the floating tensors of an output."""
-    return [tensor for tensor in tensors_of(output) if is_floating(tensor)]
+        return Distance(RELATIVE, error_of_outputs(a.output, output))
 
 
 def _tokens_of(trial: Trial, output: Any) -> torch.Tensor | None:

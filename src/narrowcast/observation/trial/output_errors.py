@@ -117,7 +117,7 @@ def output_errors(reference: Any, found: Any) -> tuple[OutputError, ...]:
     complex ones real and imaginary parts are compared.
     """
     rows = []
-    pairs = zip(_named_tensors(reference), _named_tensors(found), strict=False)
+    pairs = zip(named_tensors(reference), named_tensors(found), strict=False)
     for (name, ref), (_, x) in pairs:
         shape = ref.shape
         is_real = ref.is_floating_point() and x.is_floating_point()
@@ -153,7 +153,8 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return part if part.layout is torch.strided else part.to_dense()
 
 
-def _named_tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:
+def named_tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors in a tree that pytree knows, each with where it stands."""
     leaves, _ = tree_flatten_with_path(tree)
     return [(_name_of(path), leaf) for path, leaf in leaves if torch.is_tensor(leaf)]
 

@@ -336,7 +336,7 @@ def leaves_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in an output: nested in what pytree knows, in dataclasses, mappings and attributes' dicts."""
-    return [leaf for leaf in tree_leaves(_opened(tree)) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(opened(tree)) if isinstance(leaf, torch.Tensor)]
 
 
 def _requiring(output: Any) -> list[torch.Tensor]:
@@ -350,16 +350,16 @@ def has_numbers(tensor: torch.Tensor) -> bool:
 
 def detached(tree: Any) -> Any:
     """Return the same without autograd; dataclasses and other mappings as dicts."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), _opened(tree))
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), opened(tree))
 
 
-def _opened(tree: Any) -> Any:
+def opened(tree: Any) -> Any:
     """Return dataclasses and other mappings that pytree does not know as dicts."""
 
     def of(value: Any) -> Any:
         if is_dataclass(value) and not isinstance(value, type):
-            return _opened({f.name: getattr(value, f.name) for f in dataclass_fields(value)})
-        return _opened(dict(value)) if isinstance(value, Mapping) else value
+            return opened({f.name: getattr(value, f.name) for f in dataclass_fields(value)})
+        return opened(dict(value)) if isinstance(value, Mapping) else value
 
     return tree_map(of, tree)
 

@@ -149,7 +149,7 @@ class Parity(Result):
         `calls`, `kernel`, `routing`, `batch shape`, `cache or position`; `round-off`, where each call is within its
         bound; `alike`, where nothing differs; `not compared`.
         """
-        return self.causes[0].kind if self.causes else NOT_COMPARED if math.isnan(self.distance.rms) else ALIKE
+        return self.causes[0].kind if self.causes else ALIKE if self.distance.rms == 0 else NOT_COMPARED
 
     @property
     def is_over(self) -> bool:
