@@ -165,7 +165,7 @@ def trained(model, memory, under):
 
 
 @pytest.mark.parametrize("under", [(None, None), (None, "bf16"), ("bf16", "bf16"), ("fp16", None)])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_gradients_judge_a_backward_and_norms_of_them_are_in_any_order(under, seed):
     """Where outputs and gradients are alike, the steps of a backward are another way to the same."""
     *models, memory = decoders(seed)

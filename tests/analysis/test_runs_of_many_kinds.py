@@ -62,9 +62,10 @@ class TestNothingIsLeft:
 class TestVerdicts:
     """Are those of the model, not of the way in which it runs."""
 
-    @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-    @pytest.mark.parametrize("backward", [False, True])
-    @pytest.mark.parametrize("reference", ["fp32", "fp64"])
+    @pytest.mark.parametrize(
+        ("kind", "backward", "reference"),
+        [(nn.LSTM, True, "fp32"), (nn.GRU, False, "fp32"), (nn.GRU, True, "fp64"), (nn.LSTM, False, "fp64")],
+    )
     def test_a_recurrent_network_has_no_fault(self, kind, backward, reference):
         """Under `safe`: a cpu with AVX2 alone has no bf16 LSTM, and rounds its results alone."""
         model = kind(16, 8, 2, bidirectional=True)

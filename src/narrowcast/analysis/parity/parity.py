@@ -123,8 +123,8 @@ def parity(
         except Exception as error:  # a model that runs as it is need not run with parts of another
             result.notes.append(f"parts of a could not be put into b: {first_line(error)}")
             result.causes = [*causes, *causes_of(found, lambda _: None, whole)]
-        sampler = _of_sampler(*programs, result.distance) if waits else []
-        if sampler and not any(one.is_confirmed and one.kind in (ATTRIBUTE, WEIGHTS) for one in result.causes):
+        is_found = any(one.is_confirmed and one.kind in (ATTRIBUTE, WEIGHTS) for one in result.causes)
+        if waits and not is_found and (sampler := _of_sampler(*programs, result.distance)):
             result.causes = [*sampler, *(one for one in result.causes if not one.is_confirmed)]
     if isinstance(programs[0], Live) and isinstance(programs[1], Live):
         _of_outputs(result, programs[0], programs[1], found)
