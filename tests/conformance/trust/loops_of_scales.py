@@ -230,6 +230,47 @@ def decayed_in_hooks(t: Trainer) -> None:
     t.end()
 
 
+def norm_alone(t: Trainer) -> None:
+    """Clipped at no limit, to log the norm."""
+    backward(t)
+    _ = torch.nn.utils.clip_grad_norm_(t.model.parameters(), float("inf")) / t.scaler.get_scale()
+    t.end()
+
+
+def of_one_length(t: Trainer) -> None:
+    """Each gradient gets the mean of all lengths; a small number keeps it from a division by zero."""
+    backward(t)
+    t.scaler.get_scale()
+    gradients = gradients_of(t)
+    mean = torch.stack([g.norm() for g in gradients]).mean()
+    for g in gradients:
+        g.mul_(mean / (g.norm() + 1e-12))
+    t.end()
+
+
+def weights_of(t: Trainer) -> Tensor:
+    return torch.stack([p.square().sum() for p in t.model.parameters()]).sum()
+
+
+def scaled_by_a_number(t: Trainer) -> None:
+    """A second loss, times the scale by hand, and a factor that is written beside it."""
+    backward(t)
+    (1e-3 * t.scaler.get_scale() * weights_of(t)).backward()
+    t.end()
+
+
+def scaled_by_a_part_of_it(t: Trainer) -> None:
+    backward(t)
+    (weights_of(t) * (t.scaler.get_scale() / 8)).backward()
+    t.end()
+
+
+def divided_by_its_inverse(t: Trainer) -> None:
+    backward(t)
+    (weights_of(t) / (4 * (1 / t.scaler.get_scale()))).backward()
+    t.end()
+
+
 # -- state of a loop's own ---------------------------------------------------------------------------------------------
 
 
@@ -318,6 +359,7 @@ BODIES = [
     centred, scaled_noise, scaled_decay, orthogonal, asked_whether_finite, cached_embeddings,
     within_a_scaled_limit, balanced_within_limits, without_outliers, cautious, finite_ones_are_measured,
     cleaned_after_unscaling, decayed_in_hooks,
+    norm_alone, of_one_length, scaled_by_a_number, scaled_by_a_part_of_it, divided_by_its_inverse,
 ]  # fmt: skip
 LOOPS_OF_SCALES = [
     *(Loop(body.__name__, "scaled gradients", of(body)) for body in BODIES),

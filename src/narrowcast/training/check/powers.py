@@ -28,8 +28,10 @@ _EPSILON = 1e-4
 """Up to here, a term that is added to scaled values only prevents a division by zero."""
 _FAR = 2.0**20
 """The factor of a scale that shows a limit which is not reached yet."""
-_WRITTEN = 1e-3, 1e3
-"""Numbers of two digits in between are factors in a loss, and no scale."""
+_WRITTEN, _TINY = (1e-3, 1e3), 1e-5
+"""Numbers of two digits in between are factors in a loss, and those up to the second only prevent a division by zero:
+neither is a scale.
+"""
 MIXES, LIMITS, HIDES, ASKS = "mixes", "limits", "hides", "asks"
 
 
@@ -157,6 +159,8 @@ class Powers:
         asks = self._answer(tensors_in(args, kwargs))
         if any(power.is_gradient for power in known) and (asks is not None or _name(facts) in named("finite.replaces")):
             return [Power(1.0, site(), facts.id, HIDES, of_gradients=True)]
+        if any(map(math.isinf, _numbers(args, kwargs))) and self._is_infinite(facts, args, kwargs):
+            return [PLAIN]  # whatever the scale is, as where a norm is limited by no number
         if any(power == UNKNOWN for power in known) or (is_scaled and is_unsure):
             return [UNKNOWN]
         if not is_scaled:
@@ -219,11 +223,19 @@ class Powers:
             self.put(result, power, are_new)
 
     def _of_number(self, number: float) -> float | None:
-        """Return the power of a scale that a number is; None if it equals a scale whose reading was not observed."""
+        """Return the power of a scale that a number is; None if it is unknown: it equals a scale whose reading was not
+        observed, or is a power of two times one.
+        """
         for scale in self._read | self.met:
             is_scale, is_inverse = abs(number - scale) <= 1e-6 * scale, abs(number * scale - 1) <= 1e-6
             if scale != 1 and (is_scale or is_inverse):
                 return None if scale not in self._read else 1.0 if is_scale else -1.0
+        for scale in self._read if _may_be_computed(number) else ():  # times what is written beside it
+            for power, factor in ((1.0, number / scale), (-1.0, number * scale)):
+                if math.isfinite(factor) and not _may_be_computed(factor):
+                    return power
+            if math.frexp(abs(number))[0] == math.frexp(scale)[0]:  # a power of two apart: perhaps divided by 8
+                return None
         return 0.0
 
     def _measured(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float | None]:
@@ -251,6 +263,12 @@ class Powers:
             [_exponent(first, other, factor, room) for other, factor in zip(results, factors, strict=True)]
             for first, *results in zip(once, *filter(None, others), strict=True)
         ]
+
+    def _is_infinite(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether all results are infinite, also where finite numbers are in the place of what is not."""
+        with quietly():
+            results = self._run(facts, args, kwargs, 1.0, 0.0, of_finite=True)
+        return bool(results) and all(t.is_floating_point() and bool(t.isinf().all()) for t in results or ())
 
     def _asks_alone(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], known: list[Power]) -> bool:
         """Return whether an op checks whether gradients are finite: neither sizes nor signs change its results."""
@@ -315,7 +333,8 @@ def _numbers(args: Any, kwargs: Any) -> Iterator[float]:
 
 def _may_be_computed(number: float) -> bool:
     """Return whether a number may be computed from a scale, or a norm: one that is short to write is written so."""
-    return number != 0 and not (_WRITTEN[0] <= abs(number) <= _WRITTEN[1] and float(f"{number:.2g}") == number)
+    is_of_size = abs(number) <= _TINY or _WRITTEN[0] <= abs(number) <= _WRITTEN[1]
+    return number != 0 and not (is_of_size and math.isclose(float(f"{number:.2g}"), number, rel_tol=1e-12))
 
 
 def _exponent(once: torch.Tensor, other: torch.Tensor, factor: float, room: float) -> float | None:
