@@ -11,15 +11,16 @@ from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import Any
 
-from torch.nn import Module
+import torch
+from torch.nn import Module, Parameter
 
 from narrowcast.runtime.torch_surface.fx import FakeTensor
 
 _LRU_CACHE: type[Any] = type(lru_cache(lambda: None))
 _CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
 """By type alone: the methods of others, and what lazy objects say of themselves, are code of others."""
-_DEPTH = 3
-"""Containers this deep in one another are searched."""
+_DEPTH = 5
+"""Containers and functions this deep in one another are searched."""
 _NOT_USERS = {"torch", "torchgen", "functorch", "numpy", "scipy", "sympy", "narrowcast", *sys.stdlib_module_names}
 
 
@@ -38,7 +39,7 @@ def without_kept_fakes(model: Callable[..., Any]) -> Iterator[None]:
         for owner in _owners(model):
             kept = before.get(id(owner), (owner, {}))[1]
             for key, value in _entries(owner).items():
-                is_new = kept.get(key) is not value and type(value) not in _CONTAINERS
+                is_new = kept.get(key) is not value and (type(value) not in _CONTAINERS or id(value) not in before)
                 if is_new and _holds_fake(value, _DEPTH):
                     _put(owner, key, value, kept)
                 function = value.__func__ if type(value) in (staticmethod, classmethod) else value
@@ -56,7 +57,10 @@ def _owners(model: Callable[..., Any]) -> list[Any]:
     kinds = {kind for part in parts for kind in (part.__mro__ if isinstance(part, type) else (part,))}
     files = {getattr(kind, "__module__", "") for kind in kinds}
     for kind in kinds:
-        _add(kind, found, _DEPTH)
+        _add(getattr(kind, "__func__", kind), found, _DEPTH)
+        _add(getattr(kind, "__self__", None), found, _DEPTH)  # of a bound method
+    for parameter in filter(_is_parameter, gc.get_objects()):
+        _add(vars(parameter), found, _DEPTH)
     files = set(filter(_is_users, files | {of for file in files for of in _named_in(file)}))
     for name in files:
         if type(sys.modules.get(name)) is ModuleType:
@@ -90,11 +94,19 @@ def _add(value: Any, found: dict[int, Any], depth: int) -> None:
     elif type(value) in _CONTAINERS:
         found[id(value)] = value
         inner = list(_entries(value).values())
+    elif _is_users(type(value).__module__) and not issubclass(type(value), (Module, torch.Tensor)):
+        with suppress(AttributeError):
+            _add(object.__getattribute__(value, "__dict__"), found, depth)
+        return
     else:
         return
     for one in inner:
-        if type(one) in (*_CONTAINERS, FunctionType):
+        if not issubclass(type(one), type):
             _add(one, found, depth - 1)
+
+
+def _is_parameter(one: Any) -> bool:
+    return issubclass(type(one), Parameter)
 
 
 def closed_over(function: FunctionType) -> Iterator[Any]:

@@ -189,7 +189,12 @@ class Variables:
                             self._look(hook)
 
     def _look_at_attributes(self, owner: Any) -> None:
-        """Look at what modules hold beside their parts: generators, arrays, optimizers, objects of the user's files."""
+        """Look at what modules hold beside their parts: generators, arrays, optimizers, objects of the user's files.
+        And at what parameters hold: moments, perhaps.
+        """
+        for one in owner.parameters() if isinstance(owner, Module) else (owner,):
+            if type(one) is Parameter:
+                self._named.append((vars(one), dict(vars(one)), False))
         for one in owner.modules() if isinstance(owner, Module) else ():
             held = ((name, value) for name, value in vars(one).items() if name not in _OF_MODULES)
             self._look_at_items(held, is_state=True)
