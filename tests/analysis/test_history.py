@@ -704,6 +704,50 @@ def test_a_loss_that_is_asked_about_is_told_though_parts_of_what_made_it_are_use
     assert not w.findings, str(w)
 
 
+LEFT_OUT = {
+    "isfinite": lambda loss: bool(torch.isfinite(loss)),
+    "isnan": lambda loss: not loss.isnan().any(),
+    "item": lambda loss: math.isfinite(loss.item()),
+    "itself": lambda loss: bool(loss == loss),
+    "detached": lambda loss: bool(loss.detach().isfinite().item()),
+}
+
+
+@pytest.mark.parametrize("ask", LEFT_OUT.values(), ids=LEFT_OUT)
+@pytest.mark.parametrize("batches", [4, 3], ids=["others follow", "it is the last"])
+def test_a_loss_that_a_loop_leaves_out_is_no_fault_if_others_follow(ask, batches):
+    """Of a batch without labels; if nothing follows, the loop has ended with it."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    with nc.watch() as w:
+        for number in range(batches):
+            labels = torch.full((4,), -100 if number == 2 else 1)
+            loss = torch.nn.functional.cross_entropy(layer(torch.randn(4, 6)), labels)
+            if not ask(loss):
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        del loss
+    assert len(w.findings) == (batches == 3), str(w)
+    assert bool(w.intentional) == (batches == 4), str(w)
+
+
+@pytest.mark.parametrize("ask", [lambda loss: loss.item(), lambda loss: bool(loss > 1)])
+def test_a_measure_that_is_nan_is_told_though_the_training_goes_on(ask):
+    """It has no gradient: nothing leaves it out."""
+    layer = torch.nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    with nc.watch() as w:
+        for _ in range(3):
+            layer(torch.ones(4, 6)).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                ask(torch.nn.functional.cross_entropy(layer(torch.ones(4, 6)), torch.full((4,), -100)))
+    assert len(w.findings) == 1, str(w)
+
+
 COMPLEX = torch.tensor([3 + 4j, 0j])
 
 

@@ -31,6 +31,7 @@ Place = tuple[str | int, ...]
 
 _EXACT = "an exact limit, masked before it was used"
 _MISSING = "NaN in what was given, masked before it was used"
+_LEFT_OUT = "a loss that was not finite, which the loop asked for and left out"
 _INEXACT = "more than its format holds, with a reader to whom that is the same"
 
 
@@ -40,7 +41,8 @@ class Maker:
 
     number: counts causes as they are made. call: without its tensors; None if intentional from the start. became: where
     an infinity became NaN. is_masked: a reader of it, or of values computed from it, returned finite values; is_beside:
-    a reader read finite values of the same memory. is_fault: a fault even without consequences.
+    a reader read finite values of the same memory. is_fault: a fault even without consequences. is_trained: a call that
+    has a gradient made or read its values.
     """
 
     number: int
@@ -51,6 +53,7 @@ class Maker:
     is_masked: bool = False
     is_beside: bool = False
     is_fault: bool = False
+    is_trained: bool = False
     became: str = ""
 
     @property
@@ -137,8 +140,12 @@ class ValueHistory:
             self.made[place_of(cause.call)] = cause
         return cause
 
-    def met(self, call: CallId, causes: Iterable[Maker]) -> None:
-        """Note causes of a forward call's inputs or results; what it keeps for its backward may have them, too."""
+    def met(self, call: CallId, causes: Iterable[Maker], is_trained: bool) -> None:
+        """Note causes of a forward call's inputs or results; what it keeps for its backward may have them, too.
+        is_trained: it has a gradient.
+        """
+        for cause in causes:
+            cause.is_trained |= is_trained
         self._seen_by[call] = tuple(dict.fromkeys((*self.met_by(call), *causes)))
         if len(self._seen_by) > _CALLS:
             del self._seen_by[next(iter(self._seen_by))]
@@ -216,12 +223,19 @@ class ValueHistory:
                 self.came_to(left, "its output exists at the end, and nothing masked it")
         self.sweep()
 
-    def sweep(self) -> None:
-        """Forget what was freed; report the causes of values that were compared, where nothing has masked them."""
+    def sweep(self, goes_on: bool = False) -> list[str]:
+        """Forget what was freed; report the causes of values that were compared, where nothing has masked them. Return
+        why others are intentional. goes_on: an optimizer steps, which without their gradients is one of other losses.
+        """
         self.carriers.sweep()
         compared, self.compared = self.compared, []
-        left = (cause for cause, is_alone in compared if not (cause.is_masked if is_alone else cause.is_passed_by))
-        self.came_to(left, "it was compared, and nothing masked it")
+        for cause, is_alone in compared:
+            if cause.is_masked if is_alone else cause.is_passed_by:
+                continue
+            if goes_on and is_alone and cause.is_trained and cause.is_exact and cause.is_open:
+                cause.why = _LEFT_OUT
+            self.came_to([cause], "it was compared, and nothing masked it")
+        return [cause.why for cause, *_ in compared if cause.why == _LEFT_OUT]
 
 
 def place_of(call: SeenCall) -> Place:

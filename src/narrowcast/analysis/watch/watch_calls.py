@@ -155,9 +155,8 @@ class WatchCalls(Observer):
                 carrier.is_read = True
             elif results or (whole and not carrier.has_nan):
                 self._read_finite(call, carrier)
-        for tensor in results if call.facts.writes else ():
-            if finiteness.fills(tensor):
-                self._history.carriers.drop(tensor)
+        for tensor in filter(finiteness.fills, results if call.facts.writes else ()):
+            self._history.carriers.drop(tensor)
 
     def _read_finite(self, call: SeenCall, carrier: history.Carrier) -> None:
         inexact = [cause for cause in carrier.waiting if not cause.is_exact]
@@ -218,7 +217,7 @@ class WatchCalls(Observer):
     def _carry(self, tensors: list[torch.Tensor], causes: Iterable[history.Maker], by: SeenCall | None = None) -> None:
         """Note that tensors hold values with these causes. by: the call that returned them."""
         if by is not None and by.who.direction != BACKWARD:
-            self._history.met(by.id, causes)
+            self._history.met(by.id, causes, any(t.requires_grad for t in tensors_in(by.args, by.kwargs)))
         for tensor in tensors:
             self._history.carries([tensor], causes, bool(tensor.isnan().any()))
 
@@ -363,7 +362,8 @@ class WatchCalls(Observer):
             self._history.steps_nevertheless()
         self._is_skipped = False
         self._history.step_ends(is_skipped=False, final=final)
-        self._history.sweep()
+        for why in dict.fromkeys(self._history.sweep(goes_on=not (final or is_skipped))):
+            self._count_intentional(why)
         if self._history and not is_skipped:
             roots = self.roots if final or not self._history.is_scaled else ()  # others are not yet skipped
             held = (*parameters, *(p for root in roots for p in root.parameters()))
