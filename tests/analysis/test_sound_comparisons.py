@@ -729,3 +729,56 @@ def test_an_op_that_rounds_to_whole_numbers_is_nothing_to_look_at(dtype):
     found = nc.compare(Rounding(), (x,), under=dtype)
     assert all("aten.linear" in todo.what for todo in found.todos), found.todos
     assert found.todos or any("near tie" in note for note in found.notes)
+
+
+class Rewritten(nn.Module):
+    """Two layers, and a function between them."""
+
+    def __init__(self, between):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.between, self.last = nn.Linear(8, 16), between, nn.LazyLinear(4)
+        with torch.no_grad():
+            self(torch.randn(2, 8))
+
+    def forward(self, x):
+        return self.last(self.between(torch.tanh(self.first(x)).float() * 4))
+
+
+REWRITTEN = {
+    "norm or its square": (
+        lambda z: z / z.norm(dim=-1, keepdim=True).clamp_min(1e-6),
+        lambda z: z * torch.rsqrt(z.square().sum(-1, keepdim=True).clamp_min(1e-12)),
+    ),
+    "probability or its log": (
+        lambda z: z.softmax(-1).clamp_min(1e-8).log(),
+        lambda z: z.log_softmax(-1).clamp_min(-18.420681),
+    ),
+    "clamp before or after": (lambda z: z.clamp(-3, 3) * 2, lambda z: (z * 2).clamp(-6, 6)),
+    "from the end": (lambda z: z[:, 2:-4].exp(), lambda z: z[:, 2:12].exp()),
+    "groups": (
+        lambda z: F.conv1d(z.reshape(1, -1, 16), torch.ones(2 * len(z), 1, 3) / 3, groups=len(z)).reshape(len(z), -1),
+        lambda z: F.conv1d(z[:, None], torch.ones(2, 1, 3) / 3).reshape(len(z), -1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_numbers_of_calls_that_read_something_else_are_no_fault(name):
+    """As where one program limits a norm, and the other its square."""
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
+    for between, other in (REWRITTEN[name], REWRITTEN[name][::-1]):
+        found = nc.compare(Rewritten(between), (x,), under="bf16", reference=Rewritten(other), isolate=0)
+        assert found.verdict in ("round-off", "exact"), found
+
+
+def test_a_number_of_a_call_that_reads_the_same_is_a_fault():
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
+    pairs = [
+        (lambda z: z.clamp(-3, 3), lambda z: z.clamp(-2, 2)),
+        (lambda z: z[:, 2:12].exp(), lambda z: z[:, 3:13].exp()),
+        (lambda z: z[:, 2:12].exp(), lambda z: z[:, -13:-3].exp()),
+    ]
+    for between, other in pairs:
+        found = nc.compare(Rewritten(between), (x,), under="bf16", reference=Rewritten(other), isolate=0)
+        assert found.verdict == "fault", found

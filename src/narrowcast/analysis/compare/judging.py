@@ -47,9 +47,10 @@ from narrowcast.runtime.torch_bridge import FORMATS, short_type
 
 TINY = 8 * FORMATS[torch.float32].epsilon
 """The difference that two orders of summation in fp32 may make."""
-_ROOM = 4096.0
+_ROOM, _OF_SIZES = 4096.0, 0.1
 _NOT_FINITE = "NaN or infinity where the reference has none"
 _OTHER_SHAPES = "its results have other shapes than in the reference"
+_PLACES = ("start", "end", "index")
 _AT_LIMIT = "it is at a limit of the op, which fp64 has there, too, and it has no effect"
 
 
@@ -194,11 +195,12 @@ def has_same_shapes(kept: KeptCall, expected: KeptCall) -> bool:
 def other_arguments(kept: KeptCall, expected: KeptCall) -> list[tuple[tuple[str, str], tuple[str, str]]]:
     """Return arguments that are no tensors, nor dtypes, and differ: those of the reference, and those here.
 
-    Empty of other ops, and where other tensors are passed, too: a mask where the reference has `is_causal`. Numbers
-    that are equal in the formats of the call, or that masks are filled with, count as the same.
+    Empty of other ops, and where other tensors are passed, too: a mask where the reference has `is_causal`; or what
+    they read has another shape or size, as where one limits a norm, the other its square. Numbers that are equal in the
+    formats of the call, or that masks are filled with, count as the same.
     """
     ops = {each.call.id.op.rpartition(".")[0] for each in (kept, expected)}
-    if len(kept.dtypes) != len(expected.dtypes) or len(ops) > 1:
+    if len(kept.dtypes) != len(expected.dtypes) or len(ops) > 1 or _read_others(kept, expected):
         return []
     unit = max(
         (FORMATS[d].epsilon for d in [*kept.dtypes, *kept.output, *expected.output] if d in FORMATS), default=0.0
@@ -212,13 +214,32 @@ def other_arguments(kept: KeptCall, expected: KeptCall) -> list[tuple[tuple[str,
     rank = max(ranks) + is_named(kept.call.id.op, "operands.adds_a_dimension")
     others = [(n, a, b) for n, a, b in values if a != b and not (n.startswith("dim") and _are_same_dims(a, b, rank))]
     others = [one for one in others if len(ranks) == 1 or not one[0].startswith("dim")]  # of tensors in other shapes
+    sizes = [*(kept.read or ((), 0))[0], *map(int, re.findall(r"\d+", was.get("input_sizes", "")))]
+    others = [one for one in others if one[0] not in _PLACES or not _is_same_place(*one[1:], sizes)]
     return [((n, a), (n, b)) for n, a, b in others if not _are_alike(a, b, unit)]
+
+
+def _read_others(kept: KeptCall, expected: KeptCall) -> bool:
+    """Return whether two calls read tensors of other shapes, or whose sizes are further apart than by errors."""
+    if kept.read is None or expected.read is None:
+        return False
+    (shape, size), (other_shape, other_size) = kept.read, expected.read
+    return shape != other_shape or abs(size - other_size) > _OF_SIZES * max(size, other_size)
 
 
 def _are_same_dims(a: str, b: str, rank: int) -> bool:
     """Return whether dimensions, -1 and [-1] of 3 for example, are the same: 2 and [2]."""
     first, second = ([int(d) for d in re.findall(r"-?\d+", text)] for text in (a, b))
     return len(first) == len(second) and all((x - y) in (0, rank, -rank) for x, y in zip(first, second, strict=True))
+
+
+def _is_same_place(a: str, b: str, sizes: Sequence[int]) -> bool:
+    """Return whether places in a dimension of one of these sizes, -4 and 10 of 14 for example, are the same."""
+    if not all(re.fullmatch(r"-?\d+", text) for text in (a, b)):
+        return False
+    x, y = int(a), int(b)
+    largest = max(sizes, default=0)
+    return min(x, y) >= largest or any(min(x, y) < 0 and abs(x - y) == size for size in sizes)
 
 
 def _are_alike(a: str, b: str, unit: float) -> bool:

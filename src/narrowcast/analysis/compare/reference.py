@@ -58,7 +58,8 @@ class KeptCall:
 
     judged: its kernel, where that was requested and a bound is known. nonfinite: where its results are not finite,
     whether it MADE that, PASSED it on, whether it is intentional (MEANT), or a LIMIT of the op, which fp64 has, too.
-    cast_to: the low formats that the code itself casts its results to.
+    cast_to: the low formats that the code itself casts its results to. read: the shape of the first floating-point
+    tensor that it read, and its root mean square, of a sample.
     """
 
     call: SeenCall
@@ -70,6 +71,7 @@ class KeptCall:
     judged: Judged | None = None
     nonfinite: str = ""
     cast_to: list[torch.dtype] = field(default_factory=list)
+    read: tuple[tuple[int, ...], float] | None = None
 
     @property
     def draws_numbers(self) -> bool:
@@ -125,6 +127,11 @@ class Keep(Compared):
         samples = [self._sample(t) for t in results]
         sums = tuple(map(checksum, results)) if self._checksums else ()
         self.calls[call.id] = kept = kept_of(call, results, samples, sums)
+        if first := [t for t in came_in(call) if is_floating(t)][:1]:
+            kept.read = (
+                tuple(first[0].shape),
+                float(sample_of(first[0].detach(), SMALL).double().square().mean().sqrt()),
+            )
         for tensor in results:
             self._makers.put(tensor, call.id)
         if self._judges:
