@@ -347,3 +347,25 @@ def test_gradients_that_no_scaler_divides_need_no_scale(order):
         scaler.update()
 
     assert nc.check_training(step).verdict in ("sound", "costs time")
+
+
+def test_representations_whose_gradients_are_taken_by_themselves_are_no_weights():
+    """Made in a region, and leaves afterwards: what is computed of them in fp32 is a loss, no forward of a model."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.SiLU(), torch.nn.Linear(32, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        parts = torch.randn(12, 8).split(4)
+        optimizer.zero_grad()
+        with torch.no_grad(), nc.autocast("cpu", torch.bfloat16):
+            rows = torch.cat([torch.nn.functional.normalize(model(part).float(), dim=-1) for part in parts])
+        rows = rows.detach().requires_grad_()
+        torch.nn.functional.cross_entropy(rows @ rows.T, torch.arange(12)).backward()
+        for part, gradient in zip(parts, rows.grad.split(4), strict=True):
+            with nc.autocast("cpu", torch.bfloat16):
+                again = torch.nn.functional.normalize(model(part).float(), dim=-1)
+            again.backward(gradient)
+        optimizer.step()
+
+    assert "forward outside of the region" not in nc.check_training(step).kinds

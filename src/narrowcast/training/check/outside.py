@@ -52,6 +52,7 @@ class OutsideRegions:
         self._model: torch.nn.Module | None = None  # the outermost one that is called in training
         self._in_regions: dict[int, torch.nn.Module] = {}  # those of training of which a region decided about calls
         self._intentional: ByStorage[bool] = ByStorage()
+        self._made_inside: ByStorage[bool] = ByStorage()
 
     @property
     def calls(self) -> dict[str, int]:
@@ -99,7 +100,8 @@ class OutsideRegions:
         elif call.notes.get("trains"):  # and not what prepares a batch, measures, or updates weights
             node = _OF_FUNC if is_in_derivative() else next_sequence_number() - 1
             is_of_model = self._model is not None and any(True for _ in self._model.parameters())
-            self._outside.append((node, call.id.op, call.site, is_of_model or any(map(_is_trained, floats))))
+            reads_weight = any(_is_trained(t) and not self._made_inside.get(t) for t in floats)
+            self._outside.append((node, call.id.op, call.site, is_of_model or reads_weight))
 
     @property
     def follows(self) -> bool:
@@ -109,6 +111,8 @@ class OutsideRegions:
     def goes_on_in_fp32(self, call: SeenCall) -> None:
         """Note values that are in fp32 on purpose: cast to it by the user, or computed from these outside a region."""
         if call.plan is not None:
+            for tensor in call.results:  # perhaps a leaf later: a representation whose gradient is taken by itself
+                self._made_inside.put(tensor, True)
             return
         inputs = tensors_in(call.args, call.kwargs)
         is_cast = call.facts.op is dispatch.TO_COPY
