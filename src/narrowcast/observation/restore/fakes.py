@@ -35,8 +35,9 @@ def without_kept_fakes(model: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        cached = {id(one): one for one in gc.get_objects() if type(one) is _LRU_CACHE}  # but for what gc.freeze hides
-        for owner in _owners(model):
+        living = [one for one in gc.get_objects() if type(one) in (_LRU_CACHE, Parameter)]  # but what gc.freeze hides
+        cached = {id(one): one for one in living if type(one) is _LRU_CACHE}
+        for owner in (*_owners(model), *(vars(one) for one in living if type(one) is Parameter)):
             kept = before.get(id(owner), (owner, {}))[1]
             for key, value in _entries(owner).items():
                 is_new = kept.get(key) is not value and (type(value) not in _CONTAINERS or id(value) not in before)
@@ -56,18 +57,15 @@ def _owners(model: Callable[..., Any]) -> list[Any]:
     parts = [type(part) for part in model.modules()] if isinstance(model, Module) else [model]
     kinds = {kind for part in parts for kind in (part.__mro__ if isinstance(part, type) else (part,))}
     files = {getattr(kind, "__module__", "") for kind in kinds}
-    for kind in kinds:
-        _add(getattr(kind, "__func__", kind), found, _DEPTH)
-        _add(getattr(kind, "__self__", None), found, _DEPTH)  # of a bound method
-    for parameter in filter(_is_parameter, gc.get_objects()):
-        _add(vars(parameter), found, _DEPTH)
     files = set(filter(_is_users, files | {of for file in files for of in _named_in(file)}))
+    for kind in kinds:
+        _add(getattr(kind, "__func__", kind), found, files)
+        _add(getattr(kind, "__self__", None), found, files)  # of a bound method
     for name in files:
         if type(sys.modules.get(name)) is ModuleType:
             names = found[id(vars(sys.modules[name]))] = vars(sys.modules[name])
             for value in list(names.values()):
-                is_object = type(value).__module__ in files and not isinstance(value, Module)
-                _add(getattr(value, "__dict__", None) if is_object else value, found, _DEPTH)
+                _add(value, found, files)
     return list(found.values())
 
 
@@ -80,33 +78,31 @@ def _named_in(name: str) -> set[str]:
             for value in values if type(value) in (ModuleType, FunctionType, type)}  # fmt: skip
 
 
-def _add(value: Any, found: dict[int, Any], depth: int) -> None:
-    """Add a container, a class, or what a function keeps: defaults, attributes, and what it closes over."""
+def _add(value: Any, found: dict[int, Any], files: set[str], depth: int = _DEPTH) -> None:
+    """Add a container, a class, what an object of these files holds, or what a function keeps: defaults, attributes,
+    and what it closes over.
+    """
     if depth == 0 or id(value) in found:
         return
-    if type(value) is FunctionType:
+    kind = type(value)
+    if kind is FunctionType:
         inner = [*closed_over(value), *(value.__defaults__ or ()), value.__kwdefaults__, vars(value)]
-    elif issubclass(type(value), type):
+    elif issubclass(kind, type):
         if not _is_users(value.__module__):
             return
         found[id(value)] = value
         inner = list(vars(value).values())
-    elif type(value) in _CONTAINERS:
+    elif kind in _CONTAINERS:
         found[id(value)] = value
-        inner = list(_entries(value).values())
-    elif _is_users(type(value).__module__) and not issubclass(type(value), (Module, torch.Tensor)):
-        with suppress(AttributeError):
-            _add(object.__getattribute__(value, "__dict__"), found, depth)
-        return
+        inner = list(value.values() if isinstance(value, dict) else value)
+    elif kind.__module__ in files and not issubclass(kind, (Module, torch.Tensor)):
+        inner = [getattr(value, "__dict__", None)]
+        depth += 1
     else:
         return
     for one in inner:
-        if not issubclass(type(one), type):
-            _add(one, found, depth - 1)
-
-
-def _is_parameter(one: Any) -> bool:
-    return issubclass(type(one), Parameter)
+        if type(one) in (*_CONTAINERS, FunctionType) or type(one).__module__ in files:
+            _add(one, found, files, depth - 1)
 
 
 def closed_over(function: FunctionType) -> Iterator[Any]:
