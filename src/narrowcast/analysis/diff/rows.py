@@ -83,10 +83,9 @@ class Judging:
         known_of = {n: one for n, one in inputs.items() if one.is_known and (result.is_known or not one.is_part)}
         reasons = [self._reads_other(pair, name, one) for name, one in known_of.items()]
         before = max(self._largest if math.isnan(input_difference) else input_difference, self._jumped)
-        if all(moves(bundle.id.op) for bundle in (pair.a[0], pair.b[0])):  # perhaps a part with a larger difference
-            before = max(before, self._largest)
         is_rough = any(one.by in (STATISTICS, RANGES) for one in inputs.values())
-        if is_rough or pair.a[0].id.direction == BACKWARD:  # it sums rows, not all of which are sampled
+        are_moved = all(moves(bundle.id.op) for bundle in (pair.a[0], pair.b[0]))  # perhaps the part that differs most
+        if are_moved or is_rough or pair.a[0].id.direction == BACKWARD:  # it sums rows, not all of which are sampled
             before = max(before, self._largest)
         flattening = self.values.flattening(pair)
         before = max(before, min(self._largest, max(before, NINE_DIGITS) * flattening))

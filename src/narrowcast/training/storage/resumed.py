@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +12,7 @@ from weakref import ref
 import torch
 
 from narrowcast.core.policy.storage import FP32, KAHAN, REMAINDER, Storage
-from narrowcast.errors import RunError, reason_of
+from narrowcast.errors import RunError
 from narrowcast.runtime.torch_bridge import LOW, is_sharded_tensor, part_of, with_part
 from narrowcast.runtime.torch_surface.dispatch import quietly, version_of
 from narrowcast.runtime.torch_surface.modules import optimized_by
@@ -26,12 +25,12 @@ from narrowcast.training.storage.as_tensors import (
     is_no_tensor,
     leaves,
     made_of,
-    only_one,
     states_in,
     uncast,
     under,
     with_leaves,
 )
+from narrowcast.training.storage.files import SAVED, read
 from narrowcast.training.storage.passes import MOMENTS
 from narrowcast.training.storage.rounding import PLAIN, joined, sum_of_bits
 from narrowcast.training.storage.slots import RESTS, StoredParameter
@@ -41,7 +40,6 @@ KEY = "storage"
 PLAIN_TORCH = "torch"
 """What a state_dict of an optimizer is converted from that stored nothing."""
 _NAME_BYTES = 64
-_SAVED = "Give what state_dict() returned, or where it was saved."
 
 
 class Resumed:
@@ -83,9 +81,9 @@ class Resumed:
         Raises RunError for what was stored by another declaration, for shapes and parameters that are not those here,
         before anything is changed.
         """
-        found = self._read(Path(saved), key) if isinstance(saved, str | Path) else saved
+        found = read(Path(saved), key, self.slots) if isinstance(saved, str | Path) else saved
         if not isinstance(found, Mapping):
-            raise RunError(f"load_state_dict({type(saved).__name__})", "it is no dict and no path", advice=_SAVED)
+            raise RunError(f"load_state_dict({type(saved).__name__})", "it is no dict and no path", advice=SAVED)
         if not self._is_on:
             raise RunError("load_state_dict()", "undo() was called", advice="Call nc.store with a new optimizer.")
         self._convert_from = convert_from
@@ -359,45 +357,3 @@ class Resumed:
         self.optimizer.state.pop(slot.parameter, None)
         if state:
             self.optimizer.state[slot.parameter] = state
-
-    def _read(self, path: Path, key: str | None) -> dict[str, Any]:
-        """Return what a file or a folder has of this, under whichever name it was saved."""
-        try:
-            if path.is_dir():
-                return self._read_folder(path, key)
-            if path.suffix == ".safetensors":
-                found: Any = importlib.import_module("safetensors.torch").load_file(path)
-            else:
-                found = torch.load(path, map_location="cpu", weights_only=True)
-        except RunError:
-            raise
-        except BaseException as error:  # of whatever wrote it: torch.distributed.checkpoint's is no Exception
-            if not isinstance(error, Exception) and type(error).__name__ != "CheckpointException":
-                raise
-            advice = "Give a file of torch.save or safetensors, or a folder of torch.distributed.checkpoint."
-            reason = reason_of(error) if isinstance(error, Exception) else "it is damaged, or not whole"
-            raise RunError(f"load_state_dict({str(path)!r})", reason, advice=advice) from None
-        if not isinstance(found, Mapping):
-            raise RunError(f"load_state_dict({str(path)!r})", f"a {type(found).__name__} is in it", advice=_SAVED)
-        inside = {str(name): value for name, value in found.items() if isinstance(value, Mapping)}
-        own = {name: one for name, one in {"": found, **inside}.items() if "digest" in one or "param_groups" in one}
-        return dict(own.get(only_one(path, [*own], key), found))
-
-    def _read_folder(self, path: Path, key: str | None) -> dict[str, Any]:
-        dcp: Any = importlib.import_module("torch.distributed.checkpoint")
-        kept = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        ends = [name.removesuffix("digest") for name in kept if name == "digest" or name.endswith(".digest")]
-        chosen = only_one(path, [end.removesuffix(".") for end in ends], key)
-        prefix, own = f"{chosen}." if chosen else "", {slot.name: slot for slot in self.slots}
-        target: dict[str, Any] = {}
-        for name, one in kept.items():
-            if name.startswith(prefix) and hasattr(one, "properties"):
-                slot = own.get(name.removeprefix(prefix).partition("/")[0])
-                dtype, size = one.properties.dtype, tuple(one.size)
-                whole = slot is not None and size == tuple(slot.parameter.shape)
-                shape = slot.weight.shape if slot is not None and whole else size
-                empty = torch.zeros(shape, dtype=dtype, device="cpu" if slot is None else slot.weight.device)
-                target[name] = with_part(slot.parameter.detach(), empty) if slot is not None and whole else empty
-        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        dcp.load(target, checkpoint_id=path, no_dist=alone)
-        return {name.removeprefix(prefix): value for name, value in target.items()}
