@@ -16,9 +16,10 @@ from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def pairs_of(a: Any, b: Any) -> list[Pair]:
-    """Return the tensors of a's output, and Python's numbers as tensors, each with its partner in b's: by name, or, if
-    names are others, in order. ValueError, with what to say, for other shapes and other counts.
+def pairs_of(a: Any, b: Any) -> tuple[list[Pair], list[Pair]]:
+    """Return the tensors of a's output, and Python's numbers as tensors, each with its partner in b's: floating and
+    complex ones, and integers. By name, or, if names are others, in order. ValueError, with what to say, for other
+    shapes and other counts.
     """
     of_a, of_b = _numbers_in(a), _numbers_in(b)
     if len(of_a) != len(of_b) or not of_a:
@@ -30,7 +31,10 @@ def pairs_of(a: Any, b: Any) -> list[Pair]:
         if x.shape != y.shape or has_numbers(x) != has_numbers(y):
             text = " in a, ".join(f"{short_type(one.dtype)} {list(one.shape)}" for one in (x, y))
             raise ValueError(f"{name} is {text} in b")
-    return [*pairs.values()]
+    floating, others = (
+        [pair for pair in pairs.values() if has_numbers(pair[0]) is is_floating] for is_floating in (True, False)
+    )
+    return floating, others
 
 
 def error_of_outputs(a: Any, b: Any) -> float:
@@ -38,21 +42,20 @@ def error_of_outputs(a: Any, b: Any) -> float:
     is not finite. Where these are equal, the root of the share of integers that differ; NaN where `pairs_of` has none.
     """
     try:
-        pairs = pairs_of(a, b)
+        floating, others = pairs_of(a, b)
     except ValueError:
         return math.nan
-    error = _error([pair for pair in pairs if has_numbers(pair[0])])
-    return error or math.sqrt(_share_of_others([pair for pair in pairs if not has_numbers(pair[0])]))
+    return _error(floating) or math.sqrt(_share_apart(others))
 
 
 def notes_on(a: Any, b: Any) -> list[str]:
     """Return why outputs are not compared, or how many integers differ where a distance is of floating numbers."""
     try:
-        pairs = pairs_of(a, b)
+        floating, others = pairs_of(a, b)
     except ValueError as error:
         return [f"outputs are not compared: {error}. Give functions that return what is to be compared."]
-    share = _share_of_others([pair for pair in pairs if not has_numbers(pair[0])])
-    if not share or not _error([pair for pair in pairs if has_numbers(pair[0])]):
+    share = _share_apart(others)
+    if not share or not _error(floating):
         return []
     return [f"the distance is of floating numbers; {share:.2g} of the outputs' integers differ, too"]
 
@@ -63,7 +66,7 @@ def _error(pairs: list[Pair]) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def _share_of_others(pairs: list[Pair]) -> float:
+def _share_apart(pairs: list[Pair]) -> float:
     count = sum(x.numel() for x, _ in pairs)
     return sum(int((x != y).sum()) for x, y in pairs) / count if count else 0.0
 

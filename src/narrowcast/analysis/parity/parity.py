@@ -139,10 +139,9 @@ def _of_outputs(result: Parity, a: Live, b: Live, found: RunDifferences) -> None
     """Enter what the distance does not say of two outputs: what has no partner, integers, and, of language models, what
     follows the last token.
     """
-    calls = [cause for cause in causes_of(found, lambda _: None, math.nan) if cause.kind not in SOUND_CAUSES]
     if a.tokens is None or b.tokens is None:
         result.notes += notes_on(a.output, b.output)
-        result.causes = calls if math.isnan(result.distance.rms) else result.causes
+        result.causes = _of_calls(found) if math.isnan(result.distance.rms) else result.causes
         return
     after = after_the_last(a.output, b.output, a.tokens) if a.ids == b.ids else ([], [])
     far = distance_in_nats(*after).rms
@@ -150,7 +149,12 @@ def _of_outputs(result: Parity, a: Live, b: Live, found: RunDifferences) -> None
         of_a, of_b = [*a.log_probabilities, *after[0]], [*b.log_probabilities, *after[1]]
         result.distance = distance_in_nats(of_a, of_b, result.limit)
         what = f"the tokens agree; what is most likely after the last of each row is {number_text(far)} nats apart"
-        result.causes = [Cause(CALLS, what, "compare what both do at the last place"), *calls]
+        result.causes = [Cause(CALLS, what, "compare what both do at the last place"), *_of_calls(found)]
+
+
+def _of_calls(found: RunDifferences) -> list[Cause]:
+    """Return the causes that the calls of two runs show, where no distance says how much they explain."""
+    return [cause for cause in causes_of(found, lambda _: None, math.nan) if cause.kind not in SOUND_CAUSES]
 
 
 def _as_modules(a: OneProgram, b: OneProgram) -> tuple[Live, Live] | None:

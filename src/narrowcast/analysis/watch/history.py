@@ -235,7 +235,7 @@ class ValueHistory:
             if goes_on and is_alone and cause.is_trained and cause.is_exact and cause.is_open:
                 cause.why = _LEFT_OUT
             self.came_to([cause], "it was compared, and nothing masked it")
-        return [cause.why for cause, *_ in compared if cause.why == _LEFT_OUT]
+        return [cause.why for cause, _ in compared if cause.why == _LEFT_OUT]
 
 
 def place_of(call: SeenCall) -> Place:
