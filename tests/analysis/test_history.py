@@ -514,6 +514,29 @@ def test_a_fault_is_told_once_at_the_call_that_made_it(program):
     assert len(w.findings) == times and w.first.file == __file__ and not w.notes, w
 
 
+@pytest.mark.parametrize(
+    ("dtype", "start", "write"),
+    [
+        (torch.float32, 3e38, lambda t: t.mul_(2.0)),
+        (torch.float32, 1e20, lambda t: t.mul_(t.clone())),
+        (torch.float32, 1e20, lambda t: t.addcmul_(t, t)),
+        (torch.float32, 3e38, lambda t: t.add_(t.clone(), alpha=2)),
+        (torch.float32, 3e38, lambda t: t.lerp_(-t, 9.0)),
+        (torch.float32, 1e-30, lambda t: t.mul_(1e38).mul_(1e32)),
+        (torch.float16, 300.0, lambda t: t.mul_(t.clone())),
+        (torch.float16, 60000.0, lambda t: t.add_(9000.0)),
+    ],
+)
+def test_what_overflows_in_place_is_told_with_what_was_there(dtype, start, write):
+    """Copies of what is written to are kept where the bounds of arguments do not show that results are finite."""
+    t = torch.full((300,), start, dtype=dtype)
+    with nc.watch() as w:
+        write(t.mul_(1.0))
+        t.sub(1.0).sum().item()
+    assert [(f.what, f.made_by) for f in w.findings] == [("infinity", "format")], w
+    assert [facts.infinite for _, facts in w.first.inputs] == [0.0] * len(w.first.inputs), w.first.inputs
+
+
 def test_a_scale_that_is_too_high_is_said_once_a_step():
     """Until the scaler has found one that fits."""
     with nc.watch() as w:

@@ -8,6 +8,7 @@ the op itself did (`watch_calls`). The consequences show whether it is intention
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -251,9 +252,11 @@ def _figures(values: torch.Tensor) -> torch.Tensor:
     x = as_real(values.detach()).float()
     if not x.numel():
         return torch.zeros(3, device=x.device)
-    largest, range_ = x.abs().max(), torch.finfo(x.dtype)
+    low, high = x.aminmax()
+    largest, range_ = torch.maximum(-low, high), torch.finfo(x.dtype)
     unit = largest.clamp(range_.tiny, range_.max)  # squares of what is below 1e-23 are zero
-    return torch.stack([largest, unit * (x / unit).square().mean().sqrt(), (x == 0).float().mean()])
+    rms = unit * torch.linalg.vector_norm(x / unit) / math.sqrt(x.numel())
+    return torch.stack([largest, rms, 1 - x.count_nonzero() / x.numel()])
 
 
 def _trend(name: str, what: str, sentence: str, advice: str, step: int) -> Finding:

@@ -62,11 +62,11 @@ class WatchCalls(Observer):
     def before(self, call: SeenCall) -> None:
         """Note the inputs, before the op writes to them."""
         inputs = call.notes["came"] = finiteness.came_in(call)
-        call.notes["flags"] = [self._flags.number(t) for t in inputs]
+        flags = call.notes["flags"] = [self._flags.number(t) for t in inputs]
         call.notes["given"] = tensors_in(call.args, call.kwargs)
         if call.facts.id == UNSCALE:
             self.scale = 1 / float(call.args[2])
-        if call.facts.writes and self._looks_now(inputs):
+        if call.facts.writes and self._looks_now(inputs) and not self._is_bounded(call, inputs, flags):
             call.args, call.kwargs = copies_of_written(call.facts, call.args, call.kwargs)
 
     def after(self, call: SeenCall) -> None:
@@ -103,8 +103,13 @@ class WatchCalls(Observer):
         if results and (self._low_makers or call.policy is not None or FORMATS[results[0].dtype].bits < 32):
             self._note_rounding(call, results)
 
+    def _is_bounded(self, call: SeenCall, inputs: list[torch.Tensor], flags: list[int]) -> bool:
+        return finiteness.stays_finite(call, [*map(self._flags.largest, flags, inputs)])
+
     def _inspect(self, call: SeenCall, result: torch.Tensor) -> bool:
         total = float(finiteness.total_of(result))
+        if call.facts.overwrites:  # what it has written, the next one writes to
+            self._flags.number(result, total)
         if is_finite := math.isfinite(total):
             self.ranges.note(call, result, total)
         return is_finite

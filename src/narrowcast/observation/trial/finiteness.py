@@ -13,7 +13,7 @@ from narrowcast.core.ops import named
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import Named, tensors_by_name
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
-from narrowcast.runtime.torch_bridge import FORMATS
+from narrowcast.runtime.torch_bridge import FORMATS, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import holds_others, op_name, tree_leaves, version_of
 
 _KEPT = ("logsumexp", "log_alpha")
@@ -164,8 +164,8 @@ class Flags:
         self._first: list[int] = []
         self._magnitudes: set[int] = set()
 
-    def number(self, tensor: torch.Tensor) -> int:
-        """Return the tensor's number."""
+    def number(self, tensor: torch.Tensor, total: float | None = None) -> int:
+        """Return the tensor's number. total: what `total_of` returns, where that is known."""
         version = version_of(tensor)
         key = (version, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
         numbers = self._known.setdefault(tensor, dict)
@@ -173,7 +173,7 @@ class Flags:
         if number is None:
             numbers[key] = number = len(self._values)
             self._first.append(min((n for k, n in numbers.items() if k[0] == version), default=number))
-            self._values.append(total_of(tensor))
+            self._values.append(total_of(tensor) if total is None else total)
             if are_magnitudes(tensor.dtype):
                 self._magnitudes.add(number)
         return number
@@ -186,6 +186,13 @@ class Flags:
         """Return the flag, read now."""
         value = self._values[number] = float(self._values[number])
         return math.isfinite(value)
+
+    def largest(self, number: int, tensor: torch.Tensor) -> float:
+        """Return a bound of the tensor's magnitudes, infinite where none is known. number: the tensor's own."""
+        total = float(self._values[number])
+        if are_magnitudes(tensor.dtype):
+            return total
+        return math.sqrt(total) if total and are_squares(tensor) and math.isfinite(total) else math.inf
 
     def read(self) -> ReadFlags:
         """Return all flags, in one transfer for each device; those that were read are forgotten."""
@@ -215,6 +222,11 @@ def are_magnitudes(dtype: torch.dtype) -> bool:
     return dtype is torch.float16
 
 
+def are_squares(tensor: torch.Tensor) -> bool:
+    """Return whether `total_of` gives the sum of the squares."""
+    return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
+
+
 def total_of(tensor: torch.Tensor) -> float | torch.Tensor:
     """Return a number that is finite if all elements are: of fp16 the largest magnitude; else a sum in at least fp32,
     which may be infinite where the elements are not: that is checked on the cpu.
@@ -225,7 +237,7 @@ def total_of(tensor: torch.Tensor) -> float | torch.Tensor:
     x = tensor.detach() if tensor.requires_grad else tensor
     if not x.numel():
         return 0.0
-    if x.dtype is torch.float32 and x.is_cpu and x.is_contiguous():
+    if are_squares(x):
         flat = x.view(-1)
         total = torch.dot(flat, flat)
     elif are_magnitudes(x.dtype) and x.is_cpu:
@@ -241,6 +253,17 @@ def total_of(tensor: torch.Tensor) -> float | torch.Tensor:
     if math.isfinite(value):
         return value
     return 0.0 if bool(torch.isfinite(x if x.element_size() > 1 else x.float()).all()) else value  # 2.11: not of fp8
+
+
+def stays_finite(call: SeenCall, largest: Sequence[float]) -> bool:
+    """Return whether the results of a call are finite by the bounds of its arguments, in a format as wide. largest:
+    those of `came_in`. No sum or product of some of them is above the product of all, each with 1 added.
+    """
+    tensors = tensors_in(call.args, call.kwargs)
+    if op_name(call.facts.op).removesuffix("_") not in named("finite.bounded") or len(tensors) != len(largest):
+        return False
+    numbers = [abs(v) for v in (*call.args, *call.kwargs.values()) if isinstance(v, int | float)]
+    return math.prod(1 + v for v in (*largest, *numbers)) < min(FORMATS[t.dtype].max for t in tensors) / 2
 
 
 def count_not_finite(tensors: Iterable[torch.Tensor]) -> int:

@@ -20,6 +20,7 @@ from torch.nn.modules.module import Module
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.errors import RegionWarning
 from narrowcast.runtime.torch_surface.modules import (
+    CHECKPOINT_FILE,
     carried_state,
     children,
     is_recomputation,
@@ -118,7 +119,7 @@ def modules_on_stack() -> list[Module]:
     for frame, _ in walk_stack(sys._getframe(1)):
         if frame.f_code is code:
             modules.append(variable_of(frame, "self"))
-        carried = _carried(frame)
+        carried = _carried(frame) if code.co_filename == CHECKPOINT_FILE else None
         if carried is not None:
             modules += carried.modules
             break
@@ -174,7 +175,7 @@ def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
     with_callers = with_names
     while frame is not None:
         code = frame.f_code
-        carried = _carried(frame)
+        carried = _carried(frame) if code.co_filename == CHECKPOINT_FILE else None
         if carried is not None:
             modules += carried.modules
             break
