@@ -19,8 +19,7 @@ from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.rounding import round_to, units_in_last_place
 from narrowcast.observation.trial.finiteness import is_floating
 from narrowcast.observation.trial.rerun import can_run_again
-from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, LOW, is_pointwise, tensors_in
-from narrowcast.runtime.torch_surface.dispatch import tree_map_only
+from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, LOW, is_pointwise, map_tensors, tensors_in
 
 _BIAS, _SIGMAS, _VALUES, _SAMPLE = 0.05, 6.0, 48, 1 << 16
 """A mean error is a bias from this many units in the last place, this many standard errors from zero, and this many
@@ -89,7 +88,7 @@ def _promoted(call: SeenCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if dtype is None or not is_pointwise(call.facts.op):
         return args, kwargs
     is_whole = lambda t: not (t.dtype is torch.bool or t.is_floating_point() or t.is_complex())  # noqa: E731
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if is_whole(t) else t, (args, kwargs))  # type: ignore[no-any-return]
+    return map_tensors(lambda t: t.to(dtype) if is_whole(t) else t, (args, kwargs))  # type: ignore[no-any-return]
 
 
 def _before_cast(result: torch.Tensor, call: SeenCall, inputs: Inputs) -> torch.Tensor:

@@ -29,9 +29,8 @@ from narrowcast.observation.trial.finiteness import (
     is_floating,
     returned,
 )
-from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, tensors_in
+from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, map_tensors, tensors_in
 from narrowcast.runtime.torch_bridge.calls import cast_results
-from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
 _OPAQUE = ("workspace", "reserve", "reserveSpace")
 """Arguments that a forward kernel saves for its backward, in its own formats: unreadable in others."""
@@ -185,9 +184,9 @@ def kept_of(
     call: SeenCall, results: list[torch.Tensor], samples: list[torch.Tensor] | None = None, sums: tuple[int, ...] = ()
 ) -> KeptCall:
     """Return what is kept of a call: the formats of inputs and results, with these samples and checksums."""
-    args, kwargs = tree_map_only(  # tensors keep their dtypes and how many dimensions they have
-        torch.Tensor, lambda t: torch.empty((0,) * t.dim(), dtype=t.dtype, device="cpu"), (call.args, call.kwargs)
-    )
+    # tensors keep their dtypes and how many dimensions they have
+    empty = lambda t: torch.empty((0,) * t.dim(), dtype=t.dtype, device="cpu")  # noqa: E731
+    args, kwargs = map_tensors(empty, (call.args, call.kwargs))
     light = replace(call.without_tensors(), args=args, kwargs=kwargs, plan=call.plan)
     read = tensors_by_name(call.facts, *rerun.planned_arguments(light))
     others = others_as_text(call.facts, call.args, call.kwargs)

@@ -24,7 +24,13 @@ from narrowcast.runtime.sites.python_stack import trials
 from narrowcast.runtime.torch_bridge.inputs import called_with
 from narrowcast.runtime.torch_surface.autograd import is_leaf
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
-from narrowcast.runtime.torch_surface.fx import FAKE_TENSOR_LOGGER, FakeTensor, FakeTensorMode
+from narrowcast.runtime.torch_surface.fx import (
+    FAKE_TENSOR_LOGGER,
+    FakeTensor,
+    FakeTensorMode,
+    as_parameter,
+    fake_like,
+)
 
 StandIn = Callable[[torch.Tensor], torch.Tensor]
 Through = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -124,7 +130,7 @@ def stand_ins(make: StandIn) -> StandIn:
         if id(tensor) not in known:
             other = make(tensor)
             if isinstance(tensor, torch.nn.Parameter):
-                other = torch.nn.Parameter(other, requires_grad=tensor.requires_grad)
+                other = as_parameter(other, tensor.requires_grad)
             elif tensor.requires_grad:
                 other.requires_grad_()
             known[id(tensor)] = (tensor, other)
@@ -138,8 +144,7 @@ def _fakes(mode: FakeTensorMode) -> StandIn:
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         device = tensor.device if not tensor.is_meta and is_here(tensor.device.type) else "cpu"
-        with mode:
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        return fake_like(tensor, mode, device)
 
     fakes = stand_ins(fake)
     return lambda tensor: tensor if isinstance(tensor, FakeTensor) else fakes(tensor)
@@ -188,6 +193,7 @@ def _copied(everything: Any, stand_in: StandIn, of_script: Callable[[Any], Any] 
 
 _ATOMS = (bool, int, float, str, type(None))
 _HOLDERS = (dict, OrderedDict, set)
+_NAMED = ("_parameters", "_buffers", "_modules")
 
 
 def _copy_modules(model: Any, memo: dict[int, Any]) -> None:
@@ -201,9 +207,14 @@ def _copy_modules(model: Any, memo: dict[int, Any]) -> None:
     for module in plain:
         attributes = vars(memo[id(module)])
         for name, held in vars(module).items():
+            if type(held) in _ATOMS:
+                attributes[name] = held
+                continue
             if type(held) in _HOLDERS and not held and id(held) not in memo:
                 memo[id(held)] = type(held)()
-            attributes[name] = held if type(held) in _ATOMS else copy.deepcopy(held, memo)
+            elif name in _NAMED and type(held) is dict and all(v is None or id(v) in memo for v in held.values()):
+                memo[id(held)] = {key: v if v is None else memo[id(v)] for key, v in held.items()}
+            attributes[name] = memo[id(held)] if id(held) in memo else copy.deepcopy(held, memo)
 
 
 def _is_copied_by_its_attributes(kind: type[torch.nn.Module]) -> bool:

@@ -12,14 +12,13 @@ from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import draws_numbers, tensors_by_name
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.trial.finiteness import gives_memory
-from narrowcast.runtime.torch_bridge import DTYPES, OpFacts, Slot, tensors_in, written_tensors
+from narrowcast.runtime.torch_bridge import DTYPES, OpFacts, Slot, map_tensors, tensors_in, written_tensors
 from narrowcast.runtime.torch_bridge.calls import gather
 from narrowcast.runtime.torch_surface.dispatch import (
     attention_by_definition,
     holds_others,
     schema_of,
     storage_key,
-    tree_map_only,
 )
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -72,17 +71,15 @@ def _by_slot(slots: Iterable[Slot], args: tuple[Any, ...], kwargs: dict[str, Any
     new_args, new_kwargs = list(args), dict(kwargs)
     for slot in slots:
         if slot.position < len(args):
-            new_args[slot.position] = tree_map_only(torch.Tensor, change, args[slot.position])
+            new_args[slot.position] = map_tensors(change, args[slot.position])
         elif slot.name in kwargs:
-            new_kwargs[slot.name] = tree_map_only(torch.Tensor, change, kwargs[slot.name])
+            new_kwargs[slot.name] = map_tensors(change, kwargs[slot.name])
     return tuple(new_args), new_kwargs
 
 
 def changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Arguments:
     """Return the arguments with each floating tensor changed."""
-    arguments: Arguments = tree_map_only(
-        torch.Tensor, lambda tensor: change(tensor) if tensor.is_floating_point() else tensor, (args, kwargs)
-    )
+    arguments: Arguments = map_tensors(lambda t: change(t) if t.is_floating_point() else t, (args, kwargs))
     return arguments
 
 

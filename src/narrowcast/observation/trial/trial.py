@@ -296,7 +296,8 @@ def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters of a module by name, and attributes that are trained."""
     named: dict[str, torch.Tensor] = {without_wrapper(name): p for name, p in model.named_parameters()}
     for path, module in model.named_modules():
-        held = {name: value for name, value in vars(module).items() if is_trained(value)}
+        tensors = [(name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
+        held = {name: value for name, value in tensors if is_trained(value)}
         named |= {without_wrapper(f"{path}.{name}" if path else name): tensor for name, tensor in held.items()}
     return named
 

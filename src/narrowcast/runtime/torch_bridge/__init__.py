@@ -29,6 +29,7 @@ from narrowcast.runtime.torch_bridge.tensors import (
     evenly_spaced as evenly_spaced,
     is_sharded_tensor as is_sharded_tensor,
     is_weight as is_weight,
+    map_tensors as map_tensors,
     number_as_tensor as number_as_tensor,
     offsets_of as offsets_of,
     part_of as part_of,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,6 +92,16 @@ def tensors_in(*trees: Any) -> list[torch.Tensor]:
         elif isinstance(tree, dict):
             tensors += tensors_in(*tree.values())
     return tensors
+
+
+def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Return an op's arguments with each tensor in them, in lists, tuples and dicts, changed."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, list) or type(tree) is tuple:
+        changed = [map_tensors(change, value) for value in tree]
+        return changed if isinstance(tree, list) else tuple(changed)
+    return {name: map_tensors(change, value) for name, value in tree.items()} if type(tree) is dict else tree
 
 
 def device_type_of(*trees: Any) -> str | None:

@@ -30,6 +30,20 @@ def same_random_numbers() -> Any:
     return torch._dynamo.utils.preserve_rng_state()
 
 
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device | str) -> FakeTensor:
+    """Return a fake tensor of the same sizes, strides and dtype on a device; as `torch.empty_strided` in the mode."""
+    there = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(mode, there, torch.device(device))
+
+
+def as_parameter(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """Return a new tensor as a parameter. A fake one is made one: `Parameter` takes a view, a call of its mode."""
+    if not isinstance(tensor, FakeTensor):
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    tensor._is_param = True
+    return tensor.requires_grad_(requires_grad)
+
+
 class Interpreter(torch.fx.Interpreter):
     """Runs a graph node by node. What it recomputes in the backward draws the random numbers of the forward again:
     torch's own op for that is made for compilers, which see to it themselves.
