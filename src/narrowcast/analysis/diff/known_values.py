@@ -45,13 +45,15 @@ _LOW, _EPSILONS = 0.02, 2.5
 _PARTS, _MOST = 64, 64
 """Into how many parts a batch is divided, at most; and with how many values of about its size elements are compared."""
 Numbers = tuple[float, ...]
+_RANGE = 3
+"""How many of the numbers of a tensor are its range; the others are averages."""
 
 
 class KnownValues:
     """The calls of a side's first rank, casts left out, and what numbers its tensors have, by size."""
 
     def __init__(self, side: Side) -> None:
-        self._side, self._tensors = side, side.runs[0].tensors
+        self._side, self._tensors, self.has_backward = side, side.runs[0].tensors, side.has_backward
         self.calls = [call for call in side.runs[0].calls if not call.is_cast]
         self._positions = {id(call): n for n, call in enumerate(self.calls)}
         self._floats = [n for n in range(len(self._tensors)) if self._is_seen(n)]
@@ -143,7 +145,18 @@ class KnownValues:
         """
         outputs = call.outputs if call.id.direction == BACKWARD else call.outputs[:1]
         floats = [n for _, n in outputs if self._is_seen(n)]
-        return reads_new if not floats else any(not other._has(n, self, near) for n in floats)
+        return reads_new if not floats else any(not other._has(n, self, near, reads_new) for n in floats)
+
+    def is_surely_in(self, call: CallRecord, other: KnownValues) -> bool:
+        """Return whether another run in fp32 has a call's result by its averages or elements, whose range may be that
+        of a few that nothing has changed. Constants say nothing.
+        """
+        one = self.result(call)
+        if one is None or not one.low < one.high:
+            return False
+        return _has_numbers(other._one_by_one, one, IN_FP32, by_range=False) or (
+            self.apart_from(call, other) <= IN_FP32.elements
+        )
 
     def is_near_to_read(self, call: CallRecord, near: Near) -> bool:
         """Return whether a call's result is as near to a tensor of its size that it reads as rounding brings it."""
@@ -195,16 +208,18 @@ class KnownValues:
     def _is_seen(self, number: int) -> bool:
         return self._tensors[number].format in FORMATS and self._tensors[number].inspected > 0
 
-    def _has(self, number: int, own: KnownValues, near: Near) -> bool:
+    def _has(self, number: int, own: KnownValues, near: Near, reads_new: bool) -> bool:
         """Return whether this run has a tensor of another run, or its negative: as one, or as several that one line
-        gives, in either of the two. Constants say nothing.
+        gives, in either of the two. Constants say nothing; nor does the range alone of several, which may be that of
+        another of them, of a call that reads_new.
         """
         apart = math.inf
         for one, of in self._beside(number, own):
             if one.low == one.high and one.elements > 1:
                 return True
             if near == IN_FP32:
-                if _has_numbers(of, one, near):
+                is_one = one.elements == own.elements(number)
+                if _has_numbers(of, one, near, by_range=is_one or not reads_new):
                     return True
             elif (apart := min(apart, _apart(of, one, near.elements))) <= near.elements:
                 return True
@@ -284,12 +299,14 @@ def _apart_at_least(a: Numbers, b: Numbers) -> float:
     return max(of_range, averages / (max(a[-1], b[-1]) or 1.0) if averages else 0.0)
 
 
-def _has_numbers(known: _BySize, piece: Piece, near: Near) -> bool:
-    """Return whether one of these has the numbers of a piece, or of its negative."""
+def _has_numbers(known: _BySize, piece: Piece, near: Near, by_range: bool = True) -> bool:
+    """Return whether one of these has the numbers of a piece, or of its negative. by_range: the range alone will do,
+    where averages are not known.
+    """
     largest, low, high, *moments = one = numbers_of(piece)
     opposite = (largest, -high, -low, *(-mean for mean in moments[:1]), *moments[1:])
-    of_size = _near(known, piece, near.range)
-    return any(are_near(numbers, one, near) or are_near(numbers, opposite, near) for numbers, _ in of_size)
+    of_size = (of for of, _ in _near(known, piece, near.range) if by_range or min(len(of), len(one)) > _RANGE)
+    return any(are_near(of, one, near) or are_near(of, opposite, near) for of in of_size)
 
 
 def numbers_of(piece: Piece) -> Numbers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from narrowcast.analysis.diff.known_values import KnownValues, Near
+from narrowcast.analysis.diff.known_values import IN_FP32, KnownValues, Near, numbers_of
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.reports.results.run_records import CallRecord
 
@@ -20,6 +20,12 @@ class NewValues:
         self._read = own.read
         self._new = self._new_calls(other, max(own.near, other.near))
         self._region = self._leading()
+        is_forward = not (own.has_backward or other.has_backward)
+        acquitted = self._acquitted() if is_forward and max(own.near, other.near) == IN_FP32 else set[int]()
+        if acquitted.issuperset(self._region):
+            acquitted = set()
+        self._new -= acquitted
+        self._region = [n for n in self._region if n in self._new]
         self._first = [n for n in self._region if self._new.isdisjoint(self._read[n])]
 
     @property
@@ -88,6 +94,20 @@ class NewValues:
                     if n in leads and made in self._new:
                         leads.add(made)
         return sorted(leads)
+
+    def _acquitted(self) -> set[int]:
+        """Return the new calls from which new values lead to one that the other run has: had one of them another value,
+        this had, too (but for gradients, as where a norm undoes a scale). They make no difference where else they are
+        read, as a table that all layers read. What is written in place, as an average, may be nearly what it was.
+        """
+        acquitted = set[int]()
+        for n in reversed(range(len(self._calls))):
+            is_kept = n not in self._new and not self._calls[n].id.op.rpartition(".")[0].endswith("_")
+            if n in acquitted or (is_kept and self._own.is_surely_in(self._calls[n], self._other)):
+                acquitted |= self._new.intersection(self._read[n])
+        results = {n: one for n in self._new if (one := self._own.result(self._calls[n])) is not None}
+        equal = {numbers_of(results[n]) for n in acquitted if n in results}  # made again, by each layer
+        return acquitted | {n for n, one in results.items() if numbers_of(one) in equal}
 
     def _is_backward(self, n: int) -> bool:
         return self._calls[n].id.direction == BACKWARD
