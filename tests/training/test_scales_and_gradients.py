@@ -277,6 +277,65 @@ def test_a_loss_that_is_scaled_twice_is_found() -> None:
     found_at(scaled_again, loop, "a loss that is scaled twice")
 
 
+def one_term_scaled_again(loop: Loop) -> None:
+    first, second = two_losses(loop)
+    loop.scaler.scale(first + 0.5 * loop.scaler.scale(second)).backward()  # HERE
+    loop.end()
+
+
+def a_logarithm_of_a_scaled_term(loop: Loop) -> None:
+    """Its gradients do not depend on the scale."""
+    first, second = two_losses(loop)
+    loop.scaler.scale(first + loop.scaler.scale(second).log()).backward()
+    loop.end()
+
+
+def test_a_loss_of_which_one_term_is_scaled_twice_is_found() -> None:
+    """A part is too large by the scale, and no part too small."""
+    loop = Loop()
+    loop.scaler = torch.amp.GradScaler("cpu", init_scale=32.0)
+    found_at(one_term_scaled_again, loop, "a loss that is scaled twice")
+    is_right(a_logarithm_of_a_scaled_term, Loop())
+
+
+class Masters(Loop):
+    """Weights in bf16, and copies in fp32 that are trained, by gradients of halves of a batch."""
+
+    def __init__(self, clears: bool = True, copies: bool = True, adds: bool = True) -> None:
+        super().__init__()
+        self.net.to(torch.bfloat16)
+        self.clears, self.copies, self.adds = clears, copies, adds
+        self.masters = [weight.detach().float() for weight in self.net.parameters()]
+        self.optimizer = torch.optim.AdamW(self.masters, 0.01)
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def step(self) -> None:
+        weights = [*self.net.parameters()]
+        sums = [torch.zeros_like(master) for master in self.masters]
+        for half in HALVES if self.adds else [slice(None)]:
+            if self.clears:
+                self.net.zero_grad()
+            cross_entropy(self.net(self.x[half].to(torch.bfloat16)).float(), self.y[half]).backward()
+            for total, weight in zip(sums, weights, strict=True):
+                total.add_(weight.grad.float())
+        for master, total, weight in zip(self.masters, sums, weights, strict=True):
+            master.grad = total if self.adds else weight.grad.float()
+        self.optimizer.step()
+        for weight, master in zip(weights, self.masters, strict=True) if self.copies else ():
+            weight.data.copy_(master)
+        self.kept = {name: value.clone() for name, value in self.net.state_dict().items()}
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_copies_of_weights_are_trained_by_sums_of_gradients(adds: bool) -> None:
+    """What is copied for them is used by their optimizer, and a copy of weights for later is no average."""
+    for clears, copies, kind in (
+        (True, True, ""), (False, True, CLEARED), (True, False, "weights that never move"),
+    ):  # fmt: skip
+        kinds = [one.kind for one in nc.check_training(Masters(clears, copies, adds).step).findings]
+        assert [one for one in kinds if one != "gradients added up in a low format"] == [kind] * bool(kind), kinds
+
+
 class Pair(Loop):
     """Two models, each with an optimizer, and one loss."""
 

@@ -738,3 +738,14 @@ def test_what_accumulation_in_a_low_format_loses_is_measured():
     found = nc.check_training(step, steps=1)
     (what,) = (one.what for one in found.findings if one.kind == "gradients added up in a low format")
     assert "of 8 backwards" in what and f"{far:.1e} off" in what, (what, far)
+
+
+def test_a_copy_of_weights_for_later_is_no_average():
+    """What their update has lost is told of the weights alone."""
+    loop, kept = Loop(torch.bfloat16, lr=1e-4), {}
+
+    def step():
+        loop.train(loop.low_loss())
+        kept.update({name: value.clone() for name, value in loop.net.state_dict().items()})
+
+    assert [found.kind for found in nc.check_training(step).findings] == ["updates lost in rounding"]

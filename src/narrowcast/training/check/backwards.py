@@ -25,7 +25,7 @@ from narrowcast.runtime.torch_surface.modules import optimized_by
 from narrowcast.training.check.accumulated import Accumulated
 from narrowcast.training.check.gradients import HIDDEN, Found, gradients_of
 from narrowcast.training.check.powers import PLAIN, UNKNOWN, Power, Powers
-from narrowcast.training.check.scaled_by import Scale, ScaledBy, never_skipped, steps_with_scaled
+from narrowcast.training.check.scaled_by import Scale, ScaledBy, never_skipped, scaled_twice, steps_with_scaled
 from narrowcast.training.check.unused import Unused, has_finite_gradient
 
 
@@ -103,14 +103,13 @@ class Backwards:
             self._scaling[node] = by[0] if len(by) == 1 else None
             with quietly():
                 self._finite |= {node} if all(is_finite(t) for t in tensors if t.requires_grad) else set()
+            sums = [one for one in of_losses if one.is_mixed and one.op.split(".")[1] in ("add", "sub")]
+            if scales and not all(one.of_gradients for one in sums):
+                return scaled_twice(
+                    "this loss is multiplied by the loss scale, a part of it was before, and its gradients"
+                )
         elif before and power.power == 2 and max(before) == 1 and not power.of_gradients:
-            return (
-                "a loss that is scaled twice",
-                "this loss is multiplied by the loss scale, and was before, and its gradients are divided by it once: "
-                "they are too large by a factor of the loss scale",
-                "Scale it once: scaler.scale(loss).backward().",
-                loop_line(),
-            )
+            return scaled_twice("this loss is multiplied by the loss scale, and was before, and its gradients")
         elif any(one.is_gradient for one in of_losses) and before and (power.power or 0) > max(before) and scales:
             return self._of_scaled("a loss is computed of gradients that are multiplied by the loss scale", loop_line())
         return None
@@ -338,6 +337,12 @@ class Backwards:
             ):
                 weights = [values_of(p) for p in optimized_by(optimizer) if p.grad is not None]
                 self._broken = weights if all(map(is_finite, weights)) else []
+
+    def copies_used(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Note that an optimizer is about to use copies of these gradients, for copies of weights."""
+        self._judge_added([seen for g in gradients if (seen := self._gradients.get(g)) is not None])
+        for gradient in gradients:
+            self._gradients.put(gradient, _Gradient(is_used=True))
 
     def _judge_added(self, known: Iterable[_Gradient]) -> None:
         """Report gradients that were added to after an optimizer has used them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class _ExactValue:
     """A value in memory as it would be without rounding. reads: the values, before the step, of memory in a low format
     that it was computed from; of a number, those that a step has left for the next. terms: the other numbers that it
     was computed from. through: the low format that it went through on its way from fp32 to fp32; wide: the values of
-    memory in fp32 that it was computed from by then.
+    memory in fp32 that it was computed from by then. is_copy: of what was there, in the same format.
     """
 
     memory: Any
@@ -51,6 +51,7 @@ class _ExactValue:
     of_gradients: bool = False
     is_random: bool = False
     through: torch.dtype | None = None
+    is_copy: bool = False
     wide: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def now(self) -> torch.Tensor | None:
@@ -58,8 +59,7 @@ class _ExactValue:
         storage = dispatch.storage_of(self.memory)
         if storage is None or not storage.nbytes():
             return None
-        offset, shape, strides = self.lies
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, offset, shape, strides).float()
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.lies).float()
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +153,7 @@ class Exact:
         with quietly():
             value = _ExactValue(None, (), torch.float32, torch.empty(0, device="cpu"), site(), of_gradients=steps)
             is_copy = name.removeprefix("_foreach_") == "copy"
+            value.is_copy = name == "clone" and tensors[0].dtype in LOW and self._was_there(tensors[0])
             sources = tensors_in(args[1]) if is_copy else tensors
             for tensor in sources:
                 self._read(tensor, value)
@@ -238,7 +239,7 @@ class Exact:
                 if value.dtype in LOW and key in trained and now.numel() > 1:
                     self.is_careful |= bool(torch.equal(value.exact, now))
                 is_low = value.dtype in LOW or (value.through is not None and key in value.reads)
-                if is_low and value.reads and not value.is_random and key not in states:
+                if is_low and value.reads and not (value.is_random or value.is_copy or key in states):
                     same = [other for other in others if other.numel() == now.numel()]
                     lost = _lost(value, now, same)
                     if lost is not None:
@@ -276,9 +277,9 @@ class Exact:
         return tensor.detach().to(torch.float32, copy=True)
 
     def _put(self, tensor: torch.Tensor, exact: torch.Tensor, like: _ExactValue) -> None:
-        value = _ExactValue(
-            dispatch.StorageWeakRef(tensor.untyped_storage()), _lies(tensor), tensor.dtype, exact, like.site,
-            dict(like.reads), [*like.terms], like.of_gradients, like.is_random, like.through, dict(like.wide),
+        value = replace(
+            like, memory=dispatch.StorageWeakRef(tensor.untyped_storage()), lies=_lies(tensor), dtype=tensor.dtype,
+            exact=exact, reads=dict(like.reads), terms=[*like.terms], wide=dict(like.wide),
         )  # fmt: skip
         self._values.setdefault(tensor, _Parts).put(value.lies, value)
 

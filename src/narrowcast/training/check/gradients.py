@@ -88,6 +88,7 @@ class Gradients:
         self._known, self._are_measured = None, False
         self._clipped: ByStorage[tuple[str, Site]] = ByStorage()
         self._copies: ByStorage[bool] = ByStorage()
+        self._copied = set[int]()  # the gradients of which these are, by storage key
 
     def written(self, call: SeenCall) -> None:
         """Inspect a call that is about to write, perhaps to a gradient."""
@@ -102,10 +103,19 @@ class Gradients:
         return any(map(self.is_one, terms))
 
     def copied(self, call: SeenCall) -> None:
-        """Note copies of gradients that a call has made, perhaps in fp32, for copies of weights."""
-        sources = tensors_in(call.args) if call.facts.op is TO_COPY else []
-        if sources and has_storage(sources[0]) and storage_key(sources[0]) in self.lie_in():
-            self._copies.put(call.result, True)
+        """Note copies of gradients that a call has made, perhaps in fp32, for copies of weights; and sums of such."""
+        sources = [t for t in tensors_in(call.args) if has_storage(t)]
+        is_cast = call.facts.op is TO_COPY and any(storage_key(t) in self.lie_in() for t in sources)
+        is_sum = op_name(call.facts.op) in named("gradients.accumulate") and any(map(self._copies.get, sources))
+        self._copied |= {storage_key(t) for t in sources} if is_cast else set()
+        for tensor in call.results if is_cast or is_sum else ():
+            self._copies.put(tensor, True)
+
+    def copied_for(self, optimizer: Any) -> list[torch.Tensor]:
+        """Return the gradients whose copies an optimizer is about to use."""
+        if not any(map(self._copies.get, gradients_of(optimizer))):
+            return []
+        return [gradient for key, gradient in self._kept.gradients().items() if key in self._copied]
 
     def computed(self, call: SeenCall) -> None:
         """Inspect a call that has run: it may scale a loss, measure gradients or multiply them."""
@@ -208,7 +218,7 @@ class Gradients:
     def lie_in(self) -> set[int]:
         """Return the storage keys of the current gradients."""
         if self._known is None:
-            self._known = self._kept.gradients()
+            self._known = {*self._kept.gradients()}
         return self._known
 
     def unscaled(self, call: SeenCall) -> Found | None:

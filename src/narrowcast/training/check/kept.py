@@ -45,9 +45,9 @@ class KeptMemory(Process):
 
     # -- what is known -------------------------------------------------------------------------------------------------
 
-    def gradients(self) -> set[int]:
-        """Return the storage keys of the current gradients of the parameters of models and optimizers."""
-        return {storage_key(t) for t in in_memory([gradient_of(parameter) for _, parameter in self._parameters()])}
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """Return the current gradients of the parameters of models and optimizers, by storage key."""
+        return {storage_key(t): t for t in in_memory([gradient_of(parameter) for _, parameter in self._parameters()])}
 
     def names(self) -> dict[int, str]:
         """Return the names of the models' parameters, by storage key."""

@@ -314,6 +314,7 @@ class LoopObserver(Observer):
         """Inspect an optimizer that is about to step. is_seen: in the thread that is observed."""
         self._kept.optimizer(optimizer, is_seen)
         with dispatch.without_functions():
+            self._backwards.copies_used(self._gradients.copied_for(optimizer))
             for part in (self._gradients, self._backwards, self._rounded):
                 part.steps(optimizer)
         self._is_stepping = True

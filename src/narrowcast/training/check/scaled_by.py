@@ -200,3 +200,13 @@ def never_skipped(what: str, has_scaler: bool) -> Found:
         asks = "Step by way of the scaler, which asks: scaler.step(optimizer), scaler.update(). Where no scale helps"
         todo = f"{asks}, f{todo[1:]}"
     return NEVER_SKIPPED, what, todo, loop_line()
+
+
+def scaled_twice(what: str) -> Found:
+    """Return the finding about a loss to which this applies, at the line that runs."""
+    return (
+        "a loss that is scaled twice",
+        f"{what} are divided by it once: they are too large by a factor of the loss scale",
+        "Scale it once: scaler.scale(loss).backward().",
+        loop_line(),
+    )
