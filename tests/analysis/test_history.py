@@ -820,3 +820,27 @@ def test_a_clean_watch_keeps_the_largest_magnitude_that_fp16_held(at):
     assert watching.largest["forward"].magnitude == max(rows)
     assert watching.largest["backward"].magnitude >= 512 and watching.largest["backward"].call.direction == "backward"
     assert watching.formats["fp16"] and sum(watching.formats.values()) <= watching.calls
+
+
+@pytest.mark.parametrize("at", ["op", "step"])
+@pytest.mark.parametrize("asks", [True, False])
+def test_an_optimizer_whose_step_a_scaler_skips_after_that_of_another_tells_nothing(at, asks):
+    """One scaler for two: the first steps, and then the second is skipped, whatever the loop asks about gradients."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    scaler, x = torch.amp.GradScaler("cpu", init_scale=2.0**15), torch.ones(64, 4)
+    optimizers = [torch.optim.SGD(model.parameters(), 1e-4) for model in (first, second)]
+    with nc.watch(at=at) as w:
+        for _ in range(3):
+            with torch.autocast("cpu", torch.float16):
+                loss = 1e-3 * first(x).sum() + 4 * second(x).sum()
+            scaler.scale(loss).backward()
+            if asks:
+                all(bool(p.grad.isfinite().all()) for p in second.parameters())
+            scaler.unscale_(optimizers[0])
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    assert not w.findings and list(w.intentional) == ["the scale is too high, the scaler skips this step"], w

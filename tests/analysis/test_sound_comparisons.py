@@ -1,5 +1,6 @@
 """What `nc.compare` says of sound programs that are hard to judge, and of models that bring their formats with them."""
 
+import math
 import warnings
 
 import pytest
@@ -782,3 +783,62 @@ def test_a_number_of_a_call_that_reads_the_same_is_a_fault():
     for between, other in pairs:
         found = nc.compare(Rewritten(between), (x,), under="bf16", reference=Rewritten(other), isolate=0)
         assert found.verdict == "fault", found
+
+
+class Divergence(nn.Module):
+    """A divergence of a normal distribution, with either sign before the sum."""
+
+    def __init__(self, encoder, sign):
+        super().__init__()
+        self.encoder, self.sign = encoder, sign
+
+    def forward(self, x):
+        mean, log = self.encoder(x).float().chunk(2, -1)
+        if self.sign < 0:
+            return (-0.5 * (1 + log - mean**2 - log.exp())).sum(1).mean()
+        return (0.5 * (mean**2 + log.exp() - 1 - log)).sum(1).mean()
+
+
+def test_numbers_that_other_factors_undo_are_no_faults():
+    """Results of the calls that read them are equal, or what comes of them is."""
+    torch.manual_seed(0)
+    encoder, x = nn.Linear(10, 8), torch.randn(12, 10)
+    found = nc.compare(Divergence(encoder, -1), (x,), under="bf16", reference=Divergence(encoder, 1))
+    assert found.verdict in ("exact", "round-off"), found
+
+    def unbiased(x):
+        return encoder(x).float().var(0)
+
+    def biased(x):
+        return encoder(x).float().var(0, correction=0) * 12 / 11
+
+    found = nc.compare(biased, (x,), under="bf16", reference=unbiased)
+    assert found.verdict in ("exact", "round-off", "not judged"), found
+
+
+def test_a_function_is_compared_with_itself_and_leaves_what_both_write_to():
+    """A tensor that it closes over begins each run as it was."""
+    torch.manual_seed(0)
+    encoder, average, x = nn.Linear(4, 8), torch.zeros(8), torch.randn(5, 4)
+
+    def centred(x):
+        h = encoder(x)
+        average.mul_(0.9).add_(h.detach().float().mean(0), alpha=0.1)
+        return h.float() - average.clone()
+
+    assert nc.compare(centred, (x,), under="bf16", reference=centred).verdict == "exact"
+    assert not average.any()
+
+
+def test_an_op_that_is_low_in_some_calls_alone_is_not_tried_as_a_whole():
+    """A rule about a module holds for all calls of the op in it: what it shows would be those in fp32, too."""
+    torch.manual_seed(0)
+    layer, places = nn.Linear(16, 16), torch.arange(600.0)[:, None] * torch.rand(16)
+
+    def turned(x):
+        h = layer(x) * 0.5
+        return h.float() * (places * 3.0).cos()
+
+    found = nc.compare(turned, (torch.randn(600, 16),), under="bf16")
+    rows = [row for row in found.rows if row.id.op == "aten.mul.Tensor" and row.is_low]
+    assert rows and all(row.alone is None or math.isnan(row.alone) for row in rows), rows

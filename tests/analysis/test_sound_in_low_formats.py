@@ -379,3 +379,25 @@ def test_what_drops_the_largest_of_its_inputs_differs_by_what_is_left(form):
         own = a.form
         a.form = lambda h: own(h) * 1.1
         assert nc.diff(low, nc.capture(a, (x,), under="bf16")).verdict == "values differ"
+
+
+@pytest.mark.parametrize("under", [(None, "bf16"), ("bf16", None)])
+def test_a_recurrent_layer_of_both_directions_is_two_of_one(under):
+    """Their flags say how it is computed: in other formats, too."""
+    torch.manual_seed(0)
+    both, last = nn.LSTM(8, 12, bidirectional=True, batch_first=True), nn.Linear(24, 4)
+    ways = [nn.LSTM(8, 12, batch_first=True) for _ in range(2)]
+    for way, suffix in zip(ways, ("", "_reverse"), strict=True):
+        for name in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"):
+            setattr(way, name, getattr(both, name + suffix))
+
+    def as_one(x):
+        return last(both(x)[0])
+
+    def as_two(x):
+        return last(torch.cat([ways[0](x)[0], ways[1](x.flip(1))[0].flip(1)], -1))
+
+    x = torch.randn(2, 7, 8)
+    with torch.no_grad():
+        runs = [nc.capture(f, (x,), under=one) for f, one in zip((as_one, as_two), under, strict=True)]
+    assert nc.diff(*runs).verdict == "formats differ"

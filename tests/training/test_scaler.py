@@ -5,6 +5,7 @@ import inspect
 import math
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -640,3 +641,29 @@ def test_the_history_is_data_and_scalars(tmp_path):
     writer = Writer()
     scaler.history.to_tensorboard(writer, since=3)
     assert writer.scalars[:2] == [("scaler/scale", 32768.0, 4), ("scaler/skipped", 0.0, 4)] and len(writer.scalars) == 4
+
+
+@pytest.mark.parametrize(
+    "look",
+    [nc.explain, partial(nc.explain, run=True), nc.compare, nc.capture, nc.repair, nc.check_training],
+    ids=["explain", "explain --run", "compare", "capture", "repair", "check_training"],
+)
+def test_counters_of_a_scaler_are_as_before_whoever_looked_at_a_step(look):
+    """Runs of ours are no steps of the loop: neither its numbers, nor what was skipped in a row."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(8, 4), torch.randn(16, 8)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), nc.Scaler("cpu", init_scale=2.0**24)
+
+    def step():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(x).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    step()
+    before = scaler.state_dict(), list(scaler.history), scaler._steps.number
+    look(step)
+    assert (scaler.state_dict(), list(scaler.history), scaler._steps.number) == before

@@ -93,6 +93,7 @@ def compare(
     default = "native" if is_own and not trial.is_made else None
     opened = enabled(observed_region("compare", trial, under, default))
     other = trial.original() if is_own else Trial.of("compare", reference, (trial.args, trial.kwargs), backward)
+    other = trial if other.model is trial.model else other  # what it writes to is restored for both
     result = _empty_result(trial.name, opened, str(reference) if is_own else ANOTHER_MODEL, by)
     around = Uncast(opened.device) if is_own else opened
     dtype = REFERENCES.get(str(reference)) or (other.fp32_for_low() if is_own else None)
@@ -337,7 +338,8 @@ class _Comparing:
         if is_lost or any(g.verdict == verdicts.NOT_FINITE for g in result.gradients):
             result.rows = list(map(judging.came_to_something, result.rows))
         elif not is_beyond:
-            result.rows = list(map(judging.came_to_nothing, result.rows))
+            are_same = not self._is_same and max((o.relative_error for o in result.outputs), default=1.0) < judging.TINY
+            result.rows = [judging.came_to_nothing(row, are_same) for row in result.rows]
         of_calls = {row.verdict for row in result.rows}
         is_not_finite = is_lost or verdicts.NOT_FINITE in of_calls | {g.verdict for g in result.gradients}
         worst = max((o.relative_error for o in result.outputs), default=0.0)

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import torch
 
-from narrowcast.analysis.compare import notes
 from narrowcast.analysis.compare.bands import Bands
 from narrowcast.analysis.compare.kernel_bounds import Judged
 from narrowcast.analysis.compare.kernel_slacks import Samples
@@ -37,6 +36,7 @@ from narrowcast.reports.results import verdicts
 from narrowcast.reports.results.differences import (
     NO_GRADIENT,
     OUTPUT_FACTOR,
+    SKIPPED_STEP,
     CallError,
     Differences,
     GradientError,
@@ -50,6 +50,9 @@ TINY = 8 * FORMATS[torch.float32].epsilon
 _ROOM, _OF_SIZES = 4096.0, 0.1
 _NOT_FINITE = "NaN or infinity where the reference has none"
 _OTHER_SHAPES = "its results have other shapes than in the reference"
+_OTHER_ARGUMENT = "its argument"
+_TIMES = 10.0
+"""How many times nearer than the numbers that multiply them results are that other factors make equal."""
 _PLACES = ("start", "end", "index")
 _AT_LIMIT = "it is at a limit of the op, which fp64 has there, too, and it has no effect"
 
@@ -61,9 +64,10 @@ def name_not_finite(result: Differences, reference: Watching, here: Watching, is
     """
     result.not_finite = first_not_finite(reference, here)
     result.reference_not_finite = reference.first if is_itself else None
-    if result.verdict == verdicts.NOT_FINITE and here.first is None and FOR_SCALER in here.intentional:
+    are_skipped = FOR_SCALER in {*here.intentional, *reference.intentional}
+    if result.verdict in (verdicts.NOT_FINITE, verdicts.NOT_COMPARED) and here.first is None and are_skipped:
         result.verdict = verdicts.NOT_COMPARED
-        result.notes.append(notes.SKIPPED)
+        result.notes.append(SKIPPED_STEP)
     is_same = None not in (here.first, result.reference_not_finite) and result.not_finite is None
     if result.verdict == verdicts.NOT_FINITE and is_same:
         result.verdict = verdicts.NOT_COMPARED
@@ -110,9 +114,14 @@ def judge_call(
     return replace(row, verdict=verdict, why=why)
 
 
-def came_to_nothing(row: CallError) -> CallError:
-    """Return the row for outputs and gradients within their bounds: another program may compute more rows, or fewer."""
-    return replace(row, verdict=verdicts.NOT_JUDGED) if row.why == _OTHER_SHAPES else row
+def came_to_nothing(row: CallError, are_same: bool) -> CallError:
+    """Return the row for outputs and gradients within their bounds: another program may compute more rows, or fewer.
+    are_same: outputs are the same but for the last bits; then calls on the way that are far apart undo each other. What
+    another number leaves as it is, as an eps of these inputs, is undone by none.
+    """
+    is_far = row.total > OUTPUT_FACTOR * max(row.round_off_bound, TINY)
+    is_nothing = row.why == _OTHER_SHAPES or (are_same and is_far and row.why.startswith(_OTHER_ARGUMENT))
+    return replace(row, verdict=verdicts.NOT_JUDGED) if is_nothing else row
 
 
 def came_to_something(row: CallError) -> CallError:
@@ -137,9 +146,9 @@ def _verdict(
     is_far = band is None or row.total > max(OUTPUT_FACTOR * band, TINY)
     is_formula = kept.call.forward is not None  # of autograd, which sums other axes in other formats and in graphs
     other = other_arguments(kept, expected) if row.total and (is_far or not is_own) and not is_formula else []
-    if other:
+    if other and not (is_named(kept.call.id.op, "gradients.scale") and _is_undone(*other[0], row.total)):
         (name, was), (_, now) = other[0]
-        return verdicts.FAULT, f"its argument {name} is {now}, {was} in the reference"
+        return verdicts.FAULT, f"{_OTHER_ARGUMENT} {name} is {now}, {was} in the reference"
     if is_lost and kept.nonfinite == MADE:
         return verdicts.NOT_FINITE, _NOT_FINITE
     if is_lost and kept.nonfinite == LIMIT:
@@ -152,6 +161,15 @@ def _verdict(
         is_drawn = judged is None and row.is_low and kept.draws_numbers
         return verdicts.UNKNOWN if is_drawn else verdicts.ROUND_OFF, ""
     return verdicts.NOT_JUDGED, ""
+
+
+def _is_undone(was: tuple[str, str], now: tuple[str, str], total: float) -> bool:
+    """Return whether results of a multiplication are far nearer than the numbers: what these multiply differs, too."""
+    try:
+        a, b = float(was[1]), float(now[1])
+    except ValueError:  # a mode of rounding
+        return False
+    return abs(a - b) > _TIMES * total * max(abs(a), abs(b))
 
 
 def name_cause(result: Differences, reference: Keep, under: Keep) -> None:

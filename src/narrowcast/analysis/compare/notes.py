@@ -20,10 +20,6 @@ _CAST_AGAIN = (
     "Weights are written to inside of the region, which casts them again here. torch's own goes on with the old casts: "
     "open it around each forward."
 )
-SKIPPED = (
-    "A scaler skips this step in the region, since gradients overflow at its scale: that is intended, and nothing is "
-    "compared. Compare a step at a scale that it keeps (init_scale), or after some steps."
-)
 FORMATS_MEET = (
     "narrowcast: this was the reference run, in which the region casts nothing, and weights in a low format that a "
     "function holds stay in it. Cast their inputs where they are used, or give reference= a function that runs in fp32."

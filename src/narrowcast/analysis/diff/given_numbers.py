@@ -11,6 +11,8 @@ from narrowcast.analysis.diff.sides import Side
 _MASKED = -1e4
 _FACTORS = {"alpha": ("other", "mat1", "mat2", "batch1", "batch2", "mat", "vec"), "beta": ("self",)}
 """By number: the operands of which it is a factor."""
+_LAYOUTS = ("keepdim", "batch_first", "bidirectional", "reverse")
+"""They say how values lie, or in how many calls they are computed: what another one gives differs by its values."""
 _NEAR = 0.25
 """So near is what one program multiplies by a number before a call to what the other multiplies in it, in logarithms:
 runs in low formats lead apart.
@@ -20,7 +22,7 @@ runs in low formats lead apart.
 def other_numbers(pair: Aligned, scaled: set[str]) -> list[tuple[str, str, str]]:
     """Return the numbers of two calls of one kind that are others: name, in a, in b. scaled: those left out."""
     a, b = (dict(bundles[0].call.given) for bundles in (pair.a, pair.b))
-    names = [name for name in a if name in b and name not in scaled and name != "keepdim"]
+    names = [name for name in a if name in b and name not in scaled and name not in _LAYOUTS]
     return [(name, a[name], b[name]) for name in names if a[name] != b[name] and is_number(a[name], b[name])]
 
 

@@ -9,7 +9,7 @@ result for the largest number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -19,7 +19,16 @@ from narrowcast.analysis.watch.culprit import has_poles, unscales
 from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage
-from narrowcast.observation.trial.finiteness import ReadFlags, fills, inspected, is_finite
+from narrowcast.observation.trial.finiteness import (
+    Flags,
+    ReadFlags,
+    fills,
+    inputs_of,
+    inspected,
+    is_finite,
+    numbers_not_finite,
+    reads,
+)
 from narrowcast.reports.results.findings import FOR_SCALER, GIVEN, OP, Finding
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef
 from narrowcast.runtime.torch_surface.grad_scaling import UPDATE_SCALE
@@ -230,6 +239,9 @@ class ValueHistory:
         self.carriers.sweep()
         compared, self.compared = self.compared, []
         for cause, is_alone in compared:
+            if goes_on and self.is_scaled and cause in self.at_step:  # another optimizer's: its step may be skipped
+                self.compared.append((cause, is_alone))
+                continue
             if cause.is_masked if is_alone else cause.is_passed_by:
                 continue
             if goes_on and is_alone and cause.is_trained and cause.is_exact and cause.is_open:
@@ -289,10 +301,14 @@ class Later:
     def __bool__(self) -> bool:
         return bool(self.calls)
 
-    def add(self, put_off: PutOff, results: Iterable[torch.Tensor]) -> None:
-        """Add a call, with its results, of which nothing is kept."""
-        self.calls.append(put_off)
-        self.alone.update(n for n, result in zip(put_off.gave, results, strict=True) if result.numel() == 1)
+    def put_off(self, call: SeenCall, read: list[int], results: Sequence[torch.Tensor], flags: Flags) -> None:
+        """Add a call that has run, with the flags of its arguments, and its results, of which nothing is kept."""
+        if call.facts.writes:
+            pairs = zip(inputs_of(call), read, strict=True)
+            read = [flag for (name, _), flag in pairs if reads(call, name)]
+        gave, lies = [*map(flags.number, results)], [StorageWeakRef(t.untyped_storage()) for t in results]
+        self.calls.append(PutOff(call.without_tensors(), read, gave, lies, numbers_not_finite(call)))
+        self.alone.update(n for n, result in zip(gave, results, strict=True) if result.numel() == 1)
 
 
 def judged(

@@ -24,7 +24,6 @@ from narrowcast.output.words import counted
 from narrowcast.reports.results.findings import FOR_SCALER, GIVEN, Finding, Watching
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
 from narrowcast.runtime.torch_surface.autograd import gradient_of
-from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef
 from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE
 
 KEPT = 8
@@ -46,7 +45,7 @@ class WatchCalls(Observer):
         self._low_makers, self.ranges = LowMakers(), Ranges(watching)
         self._reported: set[tuple[str | int, ...]] = set()
         self._numbers: dict[int, int] = {}
-        self._later = history.Later()
+        self._later, self._stepped = history.Later(), set[int]()
         self._is_skipped = False
         self.of_backward: set[torch.dtype] = set()
         self.scale: float | None = None
@@ -66,32 +65,30 @@ class WatchCalls(Observer):
         call.notes["given"] = tensors_in(call.args, call.kwargs)
         if call.facts.id == UNSCALE:
             self.scale = 1 / float(call.args[2])
-        if call.facts.writes and self._looks_now(inputs) and not self._is_bounded(call, inputs, flags):
+        largest = map(self._flags.largest, flags, inputs)
+        if call.facts.writes and self._looks_now(inputs) and not finiteness.stays_finite(call, [*largest]):
             call.args, call.kwargs = copies_of_written(call.facts, call.args, call.kwargs)
 
     def after(self, call: SeenCall) -> None:
         """Inspect the results, now or later."""
         self._watching.calls += 1
-        self._is_skipped = not self._history.has_new_scale(call) and self._is_skipped
+        is_new_scale = self._history.has_new_scale(call)
+        self._is_skipped = not is_new_scale and self._is_skipped
         results = finiteness.gave(call)
         self.ranges.count(results)
         self.of_backward |= {t.dtype for t in results[:1] if call.who.direction == BACKWARD}
         for tensor in results if call.facts.writes else ():
             self._flags.written(tensor)
         if not self._looks_now(results or finiteness.came_in(call)):
-            read = self._input_flags(call)
-            if call.facts.writes:
-                pairs = zip(finiteness.inputs_of(call), read, strict=True)
-                read = [flag for (name, _), flag in pairs if finiteness.reads(call, name)]
-            flags, memory = [*map(self._flags.number, results)], [StorageWeakRef(t.untyped_storage()) for t in results]
-            why = finiteness.numbers_not_finite(call)
-            self._later.add(history.PutOff(call.without_tensors(), read, flags, memory, why), results)
+            self._later.put_off(call, self._input_flags(call), results, self._flags)
+            if is_new_scale:
+                self._read_later(is_skipped=False, is_used=lambda: False)
             return
         parts = finiteness.numbers_of_complex(call.results)
         bad = [tensor for tensor in (*results, *parts) if not self._inspect(call, tensor)]
         overflowed, masks = culprit.overflowing_casts(call, gave_finite=not bad)
         for name, _ in masks:
-            self._count_intentional(f"a mask that the cast of an argument makes -inf ({name} of {call.id.op})")
+            self._watching.count_intentional(f"a mask that the cast of an argument makes -inf ({name} of {call.id.op})")
         if overflowed and not self._is_allowed(call, overflowed[0][0]):
             self._make(call, culprit.cast_finding(call, overflowed), bad)
         elif bad:
@@ -103,9 +100,6 @@ class WatchCalls(Observer):
         if results and (self._low_makers or call.policy is not None or FORMATS[results[0].dtype].bits < 32):
             self._note_rounding(call, results)
 
-    def _is_bounded(self, call: SeenCall, inputs: list[torch.Tensor], flags: list[int]) -> bool:
-        return finiteness.stays_finite(call, [*map(self._flags.largest, flags, inputs)])
-
     def _inspect(self, call: SeenCall, result: torch.Tensor) -> bool:
         total = float(finiteness.total_of(result))
         if call.facts.overwrites:  # what it has written, the next one writes to
@@ -115,9 +109,7 @@ class WatchCalls(Observer):
         return is_finite
 
     def _note_rounding(self, call: SeenCall, results: list[torch.Tensor]) -> None:
-        """Record a call with results in or from a low format. Sums of products hide how their inputs were rounded. An
-        op that writes to its argument does not choose the format.
-        """
+        """Record a call with results in or from a low format, which an op that writes does not choose."""
         is_low = FORMATS[results[0].dtype].bits < 32 and not call.facts.writes
         maker = (call.facts.id, call.site if call.is_cast else call.who.module()) if is_low else None
         self._low_makers.note(call, maker, results, passes=not culprit.sums_all(call))
@@ -168,7 +160,7 @@ class WatchCalls(Observer):
         if inexact and not culprit.gives_the_same_without(call):
             self._history.came_to(inexact, f"{call.id} reads it, and gives something else than for a finite one")
         elif not carrier.is_read and carrier.waiting:
-            self._count_intentional(carrier.waiting[0].harmless)
+            self._watching.count_intentional(carrier.waiting[0].harmless)
         carrier.is_read = True
         self._carry([], carrier.causes, call)
         for cause in carrier.causes:
@@ -181,7 +173,7 @@ class WatchCalls(Observer):
             return
         why = finiteness.intended(call, results) or self._is_allowed(call)
         if why:
-            self._count_intentional(why)
+            self._watching.count_intentional(why)
             self._carry(results, [self._history.cause(why)], call)
             return
         known = self._known(call)
@@ -270,7 +262,7 @@ class WatchCalls(Observer):
             self._carry([tensor], kept)
         elif not value.isnan().any():
             why = "given from outside"
-            self._count_intentional(why)
+            self._watching.count_intentional(why)
             self._carry([tensor], [self._history.cause(why)])
         else:
             kind = parameter_at(tensor, self.roots) or "a tensor made outside of the watched calls"
@@ -288,9 +280,6 @@ class WatchCalls(Observer):
         """Return why the policy allows values that are not finite, if one of its rules does."""
         rule = call.allows_nonfinite(argument)
         return f"allowed by a rule about {rule.op} ({rule.origin})" if rule is not None else ""
-
-    def _count_intentional(self, why: str) -> None:
-        self._watching.intentional[why] = self._watching.intentional.get(why, 0) + 1
 
     # -- ops that are followed and no calls ----------------------------------------------------------------------------
 
@@ -361,14 +350,12 @@ class WatchCalls(Observer):
         if is_skipped:
             self._skips_step()
         elif self._is_skipped and self._history.skipped and is_used():
-            self._watching.intentional[FOR_SCALER] -= 1
-            if not self._watching.intentional[FOR_SCALER]:
-                del self._watching.intentional[FOR_SCALER]
+            self._watching.count_intentional(FOR_SCALER, -1)
             self._history.steps_nevertheless()
         self._is_skipped = False
         self._history.step_ends(is_skipped=False, final=final)
         for why in dict.fromkeys(self._history.sweep(goes_on=not (final or is_skipped))):
-            self._count_intentional(why)
+            self._watching.count_intentional(why)
         if self._history and not is_skipped:
             roots = self.roots if final or not self._history.is_scaled else ()  # others are not yet skipped
             held = (*parameters, *(p for root in roots for p in root.parameters()))
@@ -378,16 +365,24 @@ class WatchCalls(Observer):
         if final:
             self._history.ends()
         self._report_due()
-        self._read_later(is_skipped, is_used)
+        if final or is_skipped or not self._waits(parameters) or is_used():
+            self._read_later(is_skipped, is_used)
+
+    def _waits(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Return whether a scaler may yet skip the step of another optimizer: once for each, up to its update."""
+        first = {id(parameter) for parameter in parameters[:1]}
+        is_again = not first.isdisjoint(self._stepped)
+        self._stepped |= first
+        return self._history.is_scaled and not is_again
 
     def _skips_step(self) -> None:
         self._is_skipped = True
         if self._history.step_ends(is_skipped=True):
-            self._count_intentional(FOR_SCALER)
+            self._watching.count_intentional(FOR_SCALER)
 
     def _read_later(self, is_skipped: bool, is_used: Callable[[], bool]) -> None:
         """Read the flags that were put off, in one transfer."""
-        later, self._later = self._later, history.Later()
+        later, self._later, self._stepped = self._later, history.Later(), set()
         skips = False
         read = self._flags.read()
         self.ranges.note_later(later.calls, read)
@@ -395,11 +390,11 @@ class WatchCalls(Observer):
             if verdict is history.Verdict.SPREAD:
                 self._watching.spread += 1
             elif verdict is history.Verdict.MEANT:
-                self._count_intentional(why)
+                self._watching.count_intentional(why)
             elif verdict is history.Verdict.SKIPPED:
                 skips = True
             else:
                 sentence = f"{why}; nc.watch(at='op') proves who made it"
                 self._make(put_off.call, culprit.finding_of(put_off.call, [], "nan or infinity", "", sentence), [])
         if skips:
-            self._count_intentional(FOR_SCALER)
+            self._watching.count_intentional(FOR_SCALER)

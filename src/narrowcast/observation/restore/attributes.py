@@ -13,12 +13,12 @@ class Attributes:
     """`with Attributes(owner):` it has afterwards what it had when this was made.
 
     The attributes of an object, and of dicts, lists and sets in them what they hold: tensors are held, not copied.
+    Likewise of objects in them whose class says `restored_with_owner = True`, as scalers and optimizers keep counters.
 
-    owner: the object, or its dict. own: classes whose objects are looked into, too.
+    owner: the object, or its dict.
     """
 
-    def __init__(self, owner: Any, own: tuple[type[Any], ...] = ()) -> None:
-        self._own = own
+    def __init__(self, owner: Any) -> None:
         self._held: dict[int, tuple[Any, list[Any]]] = {}
         self._keep(owner if is_dataclass(owner) or isinstance(owner, dict) else vars(owner))
 
@@ -57,7 +57,7 @@ class Attributes:
         for value in (row[1] for row in before) if pairs else before:
             if type(value) in (*_DICTS, list, deque, set):
                 self._keep(value)
-            elif isinstance(value, self._own):
+            elif "restored_with_owner" in vars(type(value)):
                 self._keep(value if is_dataclass(value) else vars(value))
 
 

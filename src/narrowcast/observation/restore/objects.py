@@ -16,7 +16,6 @@ from narrowcast.observation.statistics.by_storage import has_storage, where_it_l
 from narrowcast.runtime.torch_surface.autograd import is_leaf
 from narrowcast.runtime.torch_surface.fx import FakeTensor, is_functorch_wrapped_tensor
 from narrowcast.runtime.torch_surface.modules import is_uninitialized, optimized_by
-from narrowcast.runtime.weights.stored import stored_by
 
 T = TypeVar("T")
 
@@ -55,9 +54,7 @@ class LivingObjects:
     `gc.freeze` hides, is added when it is met.
     """
 
-    def __init__(self, own: tuple[type[Any], ...]) -> None:
-        """own: classes that scalers and optimizers keep their counters in, which are looked into."""
-        self._own = own
+    def __init__(self) -> None:
         self._kept: dict[int, tuple[Any, _Parameter | Attributes]] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._touched: set[int] = set()
@@ -67,7 +64,7 @@ class LivingObjects:
             if isinstance(one, torch.jit.ScriptModule):
                 self._tensors += [*one.parameters(), *one.buffers()]
         self.scalers = [one for one in living if isinstance(one, torch.amp.GradScaler)]
-        self._scalers = [Attributes(scaler, self._own) for scaler in self.scalers]
+        self._scalers = [*map(Attributes, self.scalers)]
         for one in living:
             if isinstance(one, torch.Tensor):
                 if isinstance(one, Parameter) or _may_have_gradient(one):
@@ -77,7 +74,7 @@ class LivingObjects:
             elif isinstance(one, Optimizer) and hasattr(one, "param_groups"):  # else one that represents another
                 self._add_optimizer(one)
             elif isinstance(one, LRScheduler):
-                self._kept[id(one)] = one, Attributes(one, self._own)
+                self._kept[id(one)] = one, Attributes(one)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that are alive, once: they are not held any longer. Python has an object of a script's
@@ -121,9 +118,7 @@ class LivingObjects:
     def _add_optimizer(self, optimizer: Any) -> None:
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = optimizer
-            stored = stored_by(optimizer)
-            own = self._own if stored is None else (*self._own, type(stored))
-            self._kept[id(optimizer)] = optimizer, Attributes(optimizer, own)
+            self._kept[id(optimizer)] = optimizer, Attributes(optimizer)
         for parameter in optimized_by(optimizer):  # it may be a plain tensor
             self._add_parameter(parameter)
 

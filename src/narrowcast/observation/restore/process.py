@@ -35,10 +35,9 @@ class Process:
     restoring: called before.
     """
 
-    def __init__(self, own: tuple[type[Any], ...] = ()) -> None:
-        """own: classes that scalers and optimizers keep their counters in."""
+    def __init__(self) -> None:
         with quietly():
-            self._living = LivingObjects(own)
+            self._living = LivingObjects()
             there = in_memory(self._living.tensors())
             self._there = {storage_key(t): StorageWeakRef(t.untyped_storage()) for t in there}
         self._variables: Variables | None = None

@@ -32,6 +32,7 @@ from narrowcast.reports.results.differences import (
     ANOTHER_MODEL,
     NO_GRADIENT,
     OUTPUT_FACTOR,
+    SKIPPED_STEP,
     CallError,
     Differences,
     GradientError,
@@ -177,8 +178,9 @@ def _todos(result: Differences) -> list[Todo]:
         return wrong
     if own := result.own_fault:
         return finding_todos(own)
-    if result.verdict == NOT_COMPARED and all(number(g.share) is not None for g in result.gradients):
-        return []  # the program's own formats are in both
+    is_intended = SKIPPED_STEP in result.notes or all(number(g.share) is not None for g in result.gradients)
+    if result.verdict == NOT_COMPARED and is_intended:
+        return []  # or the program's own formats are in both
     if result.verdict == NOT_COMPARED:
         reference = "the reference" if result.reference == ANOTHER_MODEL else result.reference
         return [Todo(f"Fix what is not finite in {reference} either", "nc.watch() saw no call that made it")]
@@ -276,11 +278,6 @@ def _reached(remedy: Remedy) -> str:
     return f"run so, the {what} is {now}, not {number_text(remedy.before)}"
 
 
-def _keep_high(row: CallError, why: str, reason: str) -> list[Todo]:
-    call, rule = row.forward or row.id, _rule(row, reason)
-    return [Todo(keeping(call.op, call.module_path), why, rule, call.module_path)] if rule else []
-
-
 def _node(row: CallError) -> Node:
     node = node_of(row.id, row.computes, row.file, row.line)
     node.input_formats = row.reference
@@ -323,7 +320,7 @@ def error_todos(worst: Iterable[CallError], faults_only: bool = False, is_made: 
     """Keep the calls most to blame in fp32. is_made: of a model that has its casts in it, on which no rule was tried:
     who made what is not finite may be another call.
     """
-    todos: list[Todo] = []
+    todos: dict[str, Todo] = {}  # a rule is about all calls of the op in a module
     for row in worst:
         at_fault, alone = row.verdict in AT_FAULT, number(row.alone)
         says_nothing = row.verdict == PASSED_ON or (alone == 0 and not at_fault)
@@ -332,13 +329,16 @@ def error_todos(worst: Iterable[CallError], faults_only: bool = False, is_made: 
         if is_made and row.verdict == NOT_FINITE:
             at = f"Look at {row.id.op} ({place(row.file, row.line)})"
             why = "compare the model that this one was made of: there rules are tried, and the one that helps is named"
-            todos.append(Todo(at, f"{row.why}; {why}", path=row.id.module_path))
+            todos.setdefault(at, Todo(at, f"{row.why}; {why}", path=row.id.module_path))
             continue
         why = f"its local error is {number_text(row.local)}"
         why = f"alone it moves the output by {number_text(alone)}" if alone is not None else why
         why = f"it is at fault: {row.why}" if at_fault else why
-        todos += _keep_high(row, why, why.partition(":")[0])
-    return todos
+        call, rule = row.forward or row.id, _rule(row, why.partition(":")[0])
+        if rule:
+            todo = Todo(keeping(call.op, call.module_path), why, rule, call.module_path)
+            todos.setdefault(todo.what, todo)
+    return [*todos.values()]
 
 
 def _rule(row: CallError, reason: str = "") -> Shown:

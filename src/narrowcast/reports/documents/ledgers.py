@@ -128,7 +128,7 @@ def cast_todos(ledger: Ledger, in_graph: bool = False, gradients: bool = True) -
         wasted = in_bytes(sum(cast.moved_bytes for cast in again))
         casts = counted(len(again), "cast")
         why = f"tensors that were cast to the same format before are cast again: {casts}, {wasted}"
-        what = "Compile the model with nc.compile: it makes such a cast once."
+        what = "Compile the model with nc.compile: within one call it makes such a cast once."
         todos.append(Todo(what, why, path=again[0].module_path))
     return [*_weights(copied, in_graph, gradients), *todos, *_dearest(copied)]
 

@@ -24,8 +24,11 @@ from narrowcast.reports.results.verdicts import (
 
 SHOWN = 5
 """How many calls are listed as most to blame."""
-
-
+SKIPPED_STEP = (
+    "A scaler skips this step, since gradients overflow at its scale: that is intended, and nothing is compared. "
+    "Compare a step at a scale that it keeps (init_scale), or after some steps."
+)
+"""A note."""
 ANOTHER_MODEL = "another model"
 """The reference, if it is neither fp32 nor fp64."""
 NO_GRADIENT = "no gradient"

@@ -145,6 +145,12 @@ class Watching(Result):
     formats: dict[str, int] = field(default_factory=dict)
     largest: dict[str, Largest] = field(default_factory=dict)
 
+    def count_intentional(self, why: str, times: int = 1) -> None:
+        """Count an infinity that was intentional; or, by a negative number, that it was not."""
+        self.intentional[why] = self.intentional.get(why, 0) + times
+        if not self.intentional[why]:
+            del self.intentional[why]
+
     @property
     def first(self) -> Finding | None:
         """The first finding that is a NaN or an infinity; None where there is none."""

@@ -42,6 +42,8 @@ class ScalarWriter(Protocol):
 class History(Result):
     """The latest steps, oldest first; how many there were in all, and how many of them were skipped."""
 
+    restored_with_owner = True
+
     WHAT: ClassVar[str] = "the scaler's history"
     SCHEMA: ClassVar[str] = "narrowcast.scaler/1"
 

@@ -10,22 +10,18 @@ from torch.autograd.graph import increment_version
 from narrowcast.observation.restore.memory import in_memory
 from narrowcast.observation.restore.process import Process
 from narrowcast.observation.trial.finiteness import is_finite
-from narrowcast.reports.results.scaler_history import History
 from narrowcast.runtime.torch_bridge import LOW
 from narrowcast.runtime.torch_surface.autograd import gradient_of
 from narrowcast.runtime.torch_surface.dispatch import quietly, storage_key
 from narrowcast.runtime.torch_surface.grad_scaling import scale_of
 from narrowcast.runtime.torch_surface.modules import optimized_by
-from narrowcast.training.scaler.findings import Findings
-from narrowcast.training.scaler.losses import LossScale
-from narrowcast.training.scaler.steps import Steps
 
 
 class KeptMemory(Process):
     """What steps change is restored, and asked about: weights, gradients, states of optimizers, scales."""
 
     def __init__(self) -> None:
-        super().__init__((Findings, History, LossScale, Steps))
+        super().__init__()
         self._models: dict[int, torch.nn.Module] = {}
         self._optimizers: dict[int, Any] = {}
         self._low_at_end: dict[str, bool] | None = None

@@ -21,6 +21,8 @@ MISSING = "loss not scaled"
 class Findings:
     """The findings of one scaler."""
 
+    restored_with_owner = True
+
     def __init__(self, scales: bool) -> None:
         self.found: list[Advice] = []
         self._scales = scales

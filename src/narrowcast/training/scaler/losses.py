@@ -17,6 +17,8 @@ class LossScale:
     the scale is not backed off below it, or below the first scale if that is less.
     """
 
+    restored_with_owner = True
+
     def __init__(self, first: float, least: float, tracker: int = 0) -> None:
         self.first, self.floor, self.first_tracker = first, min(least, first), tracker
         self.scale: torch.Tensor | None = None

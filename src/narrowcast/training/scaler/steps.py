@@ -52,6 +52,8 @@ class EndedStep:
 class Steps:
     """History and pending steps of one scaler; says when it is stuck. waiting: steps that ended, the latest last."""
 
+    restored_with_owner = True
+
     def __init__(self, patience: int, on_stuck: str) -> None:
         self.patience, self.on_stuck = patience, on_stuck
         self.history = History()

@@ -76,6 +76,8 @@ class Stored(Resumed):
     storage: the declaration; update: how many steps were made. notes: what a user should know of it.
     """
 
+    restored_with_owner = True
+
     def __init__(
         self, optimizer: Any, name: str, storage: Storage, slots: list[StoredParameter],
         notes: Sequence[str] = (), replicas: Replicas | None = None,
