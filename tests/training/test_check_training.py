@@ -208,7 +208,7 @@ def test_each_fault_is_found_at_its_line(kind: str, step: Callable[[Loop], None]
             line.endswith(f"# HERE: {kind}")
             for line in text.splitlines()[step.__code__.co_firstlineno : step.__code__.co_firstlineno + 12]
         )
-        if has_mark and kind not in ("no region", "evaluation without the region"):  # whose line is the model's
+        if has_mark:
             assert finding.line == line_of(kind, step), str(found)
 
 

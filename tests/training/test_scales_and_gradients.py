@@ -329,9 +329,8 @@ class Masters(Loop):
 @pytest.mark.parametrize("adds", [True, False])
 def test_copies_of_weights_are_trained_by_sums_of_gradients(adds: bool) -> None:
     """What is copied for them is used by their optimizer, and a copy of weights for later is no average."""
-    for clears, copies, kind in (
-        (True, True, ""), (False, True, CLEARED), (True, False, "weights that never move"),
-    ):  # fmt: skip
+    never = "weights that never move"
+    for clears, copies, kind in ((True, True, ""), (False, True, CLEARED), (True, False, never)):
         kinds = [one.kind for one in nc.check_training(Masters(clears, copies, adds).step).findings]
         assert [one for one in kinds if one != "gradients added up in a low format"] == [kind] * bool(kind), kinds
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import torch
 
 from narrowcast.analysis.record.advice import listed_kinds
-from narrowcast.core.policy import Kind, Site
+from narrowcast.core.policy import NOWHERE, Kind, Site
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.arguments import tensors_by_name
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.observation.trial.finiteness import is_finite, is_floating
 from narrowcast.output.words import counted
 from narrowcast.runtime.regions.stack import stack
+from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, tensors_in
 from narrowcast.runtime.torch_surface import dispatch
 from narrowcast.runtime.torch_surface.autograd import is_in_derivative, is_leaf, next_sequence_number
@@ -50,6 +51,7 @@ class OutsideRegions:
         self._evaluated: dict[int, _Evaluated] = {}
         self._evaluation: _Evaluated | None = None
         self._model: torch.nn.Module | None = None  # the outermost one that is called in training
+        self._called = NOWHERE  # the line of the loop that calls a model
         self._in_regions: dict[int, torch.nn.Module] = {}  # those of training of which a region decided about calls
         self._intentional: ByStorage[bool] = ByStorage()
         self._made_inside: ByStorage[bool] = ByStorage()
@@ -64,6 +66,7 @@ class OutsideRegions:
     def calls_model(self, model: torch.nn.Module | None, is_evaluation: bool = False) -> None:
         """Note that a model is called, perhaps for an evaluation; None: that the call has ended."""
         self._model, self._evaluation = (None, None) if is_evaluation else (model, None)
+        self._called = NOWHERE if model is None else loop_line()
         if model is not None and is_evaluation:
             self._evaluation = self._evaluated.setdefault(id(model), _Evaluated(model))
 
@@ -91,17 +94,22 @@ class OutsideRegions:
             return
         if in_region():
             if self._evaluation is None and call.notes.get("trains"):
-                self._off.append((call.id.op, call.site))
+                self._off.append((call.id.op, self._line_of(call)))
             return
         if any(self._intentional.get(t) for t in floats):
             return
         if self._evaluation is not None:
-            self._evaluation.outside.append((call.id.op, call.site))
+            self._evaluation.outside.append((call.id.op, self._line_of(call)))
         elif call.notes.get("trains"):  # and not what prepares a batch, measures, or updates weights
             node = _OF_FUNC if is_in_derivative() else next_sequence_number() - 1
             is_of_model = self._model is not None and any(True for _ in self._model.parameters())
             reads_weight = any(_is_trained(t) and not self._made_inside.get(t) for t in floats)
-            self._outside.append((node, call.id.op, call.site, is_of_model or reads_weight))
+            site = call.site if self.inside else self._line_of(call)
+            self._outside.append((node, call.id.op, site, is_of_model or reads_weight))
+
+    def _line_of(self, call: SeenCall) -> Site:
+        """Return the line of the loop that calls the model around a call, which a region is to be opened around."""
+        return self._called if self._called.file else call.site
 
     @property
     def follows(self) -> bool:
