@@ -334,15 +334,15 @@ class _Comparing:
 
     def _conclude(self, is_beyond: bool, expected: Outcome, repeated: Outcome, unknown: str) -> None:
         result = self._result
+        worst = max((o.relative_error for o in result.outputs), default=0.0)
         is_lost = any(math.isnan(o.sqnr_db) for o in result.outputs)
         if is_lost or any(g.verdict == verdicts.NOT_FINITE for g in result.gradients):
             result.rows = list(map(judging.came_to_something, result.rows))
         elif not is_beyond:
-            are_same = not self._is_same and max((o.relative_error for o in result.outputs), default=1.0) < judging.TINY
+            are_same = not self._is_same and bool(result.outputs) and worst < judging.TINY
             result.rows = [judging.came_to_nothing(row, are_same) for row in result.rows]
         of_calls = {row.verdict for row in result.rows}
         is_not_finite = is_lost or verdicts.NOT_FINITE in of_calls | {g.verdict for g in result.gradients}
-        worst = max((o.relative_error for o in result.outputs), default=0.0)
         is_beyond = is_beyond or bool(result.compiled) or verdicts.FAULT in of_calls
         is_off = bool(worst or result.differing)
         result.verdict = verdicts.verdict_of(is_beyond, is_not_finite, verdicts.KERNEL in of_calls, is_off)

@@ -6,11 +6,11 @@ modules that hold them are tried as groups first, and after them the ops of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from narrowcast.core.policy import Kind, Policy, Rule
-from narrowcast.core.policy.rules import Action, naming
+from narrowcast.core.policy.rules import Action, modules_around, naming
 from narrowcast.formats import fp32
 from narrowcast.frontends.eager import autocast
 from narrowcast.reports.results.differences import CallError
@@ -74,20 +74,13 @@ def _low_places(rows: list[CallError]) -> dict[Place, list[int]]:
     is left out of which a call in the module, or inside of it, is not low: a rule would lower that, too.
     """
     places: dict[Place, list[int]] = {}
-    high = {(path, r.id.op) for r in rows if r.computes == fp32.name for path in _around(r.id.module_path)}
+    not_low = {row.id for row in rows if row.computes == fp32.name}
+    high = {(path, one.op) for one in not_low for path in (one.module_path, *modules_around(one.module_path))}
     for n, row in enumerate(rows):
         is_lowered = row.computes in ("bf16", "fp16") and row.is_low and not writes(row.id.op)
         if is_lowered and row.local and row.id.direction == "forward" and row.id.module_call == 1:
             places.setdefault((row.id.module_path, row.id.op), []).append(n)
     return {place: numbers for place, numbers in places.items() if place not in high}
-
-
-def _around(path: str) -> Iterator[str]:
-    """Yield a module's path and those of the modules around it; last the root's."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""
 
 
 def writes(op: str) -> bool:

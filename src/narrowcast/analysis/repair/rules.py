@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 
 from narrowcast.analysis.compare.rules import SOURCE
 from narrowcast.core.policy import MODULE_CALL, Action, Kind, Policy, Rule
-from narrowcast.core.policy.rules import naming
+from narrowcast.core.policy.rules import modules_around, naming
 from narrowcast.core.policy.settings import BUILTIN, SETTINGS
 
 
@@ -40,7 +40,7 @@ def folded(chosen: Collection[Rule], known: Collection[Rule]) -> dict[Rule, tupl
     while left:
         first = left[0]
         best, covered = first, [first]
-        for path in _around(first.module or ""):
+        for path in modules_around(first.module or ""):
             alike = [rule for rule in known if (rule.op, rule.call) == (first.op, first.call)]
             inside = [rule for rule in alike if not path or f"{rule.module or ''}.".startswith(f"{path}.")]
             if not set(inside) <= set(chosen):
@@ -50,10 +50,3 @@ def folded(chosen: Collection[Rule], known: Collection[Rule]) -> dict[Rule, tupl
         covered_by[best] = tuple(rule for rule in left if rule in covered)
         left = [rule for rule in left if rule not in covered]
     return covered_by
-
-
-def _around(path: str) -> Iterator[str]:
-    """Yield the paths of the modules around one, innermost first; that of the root, empty, last."""
-    while path:
-        path = path.rpartition(".")[0]
-        yield path

@@ -112,7 +112,7 @@ class WatchCalls(Observer):
         """Record a call with results in or from a low format, which an op that writes does not choose."""
         is_low = FORMATS[results[0].dtype].bits < 32 and not call.facts.writes
         maker = (call.facts.id, call.site if call.is_cast else call.who.module()) if is_low else None
-        self._low_makers.note(call, maker, results, passes=not culprit.sums_all(call))
+        self._low_makers.note(call, maker, results, passes=not culprit.sums_all(call))  # sums hide how terms round
 
     def _culprit(self, call: SeenCall, results: list[torch.Tensor]) -> Finding:
         inputs = finiteness.came_in(call)[-1:] if culprit.is_quotient(call) else finiteness.came_in(call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import glob
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
@@ -350,6 +350,13 @@ class Rule:
 def naming(module_path: str) -> str | None:
     """Return the glob that names the module of that path, whatever letters are in it; none for the root."""
     return glob.escape(module_path) or None
+
+
+def modules_around(path: str) -> Iterator[str]:
+    """Yield the paths of the modules around one, innermost first; that of the root, empty, last."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def find_allowance(rules: tuple[Rule, ...], op: str, site: Site, argument: str = "", number: int = 0) -> Rule | None:
