@@ -91,7 +91,7 @@ def _drop_empty_in(block: Any) -> bool:
                 node.destroy()
                 first.destroy()
                 dropped = True
-        elif _computes(node):
+        elif not all(computes for _, computes in opened) and _computes(node):
             opened = [(enter, True) for enter, _ in opened]
     return dropped
 

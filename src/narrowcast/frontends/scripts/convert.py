@@ -300,6 +300,8 @@ def _refuse_unseen(section: Section) -> None:
 
 def keep_until_last_use(graph: Any) -> None:
     """Keep tensors that loops read until their last use, in place: behind the loop they have another name."""
+    if not graph.findAllNodes("prim::Loop"):
+        return
     for node in list(graph.nodes()):
         for block in node.blocks():
             _keep_in(graph, block)

@@ -357,9 +357,10 @@ def close_passages(graph: Any) -> None:
 
 def policy_of(scope: Scope) -> Policy:
     """Return the policy of a region, resolved for its device type. A region names it by digest, name or path."""
-    chosen = told_policy(scope.policy) or Policy.native(scope.device_type)
-    check_ops(chosen)
-    return fitted(chosen, scope.device_type)
+    chosen = told_policy(scope.policy)
+    if chosen is not None:
+        check_ops(chosen)
+    return fitted(chosen or Policy.native(scope.device_type), scope.device_type)
 
 
 def _is_no_grad(value: Value) -> bool:
