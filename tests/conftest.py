@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import sys
+import zlib
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -47,6 +48,7 @@ def what_is_alive_is_frozen():
     """Python's collector passes over what earlier modules of tests have left; a million objects take half a second."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +79,13 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """In another order, if NARROWCAST_SHUFFLE names one by a number: no test may need another before it."""
+    """Of the cases of a sweep most are slow. In another order, if NARROWCAST_SHUFFLE names one: none needs another."""
+    for item in items:
+        sweep = item.get_closest_marker("sweep")
+        if sweep is not None and zlib.crc32(item.name.encode()) % sweep.kwargs["one_in"]:
+            item.add_marker("slow")
     seed = os.environ.get("NARROWCAST_SHUFFLE")
     if seed:
         items.sort(key=lambda item: item.nodeid)  # the same on every worker

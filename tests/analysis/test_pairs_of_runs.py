@@ -320,7 +320,7 @@ def cached(weights, ids, memory, start, window=4, shift=0.0):
     return x @ head
 
 
-@pytest.mark.parametrize(("dtype", "prompt"), [(None, 5), ("bf16", 1)])
+@pytest.mark.parametrize(("dtype", "prompt"), [pytest.param(None, 5, marks=pytest.mark.slow), ("bf16", 1)])
 @torch.no_grad()
 def test_steps_of_functions_are_turns_of_them(dtype, prompt):
     """Calls outside of modules are numbered on and on: each step's are compared with those of that token."""

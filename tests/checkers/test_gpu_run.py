@@ -87,6 +87,7 @@ def test_every_result_says_where_it_was_taken(ran):
         assert result["key"]["source"] and result["date"] and result["machine"]["flags"]
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_not_run_again(ran):
     """Until it is asked for; what was killed or skipped is tried again."""
     folder, _, before = ran
@@ -100,6 +101,7 @@ def test_what_is_finished_is_not_run_again(ran):
     assert found["fails"]["date"] == before["fails"]["date"]
 
 
+@pytest.mark.slow
 def test_other_sources_make_results_stale(ran):
     """A result is good for the source that it came from."""
     folder = ran[0]
@@ -111,6 +113,7 @@ def test_other_sources_make_results_stale(ran):
     assert "passes" in done.stdout and "missing" in done.stdout.split("a part that passes")[0].splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_budget_leaves_the_rest(tmp_path):
     """And says what is left; that is no failure."""
     done = run("--device", "cpu", "--small", "--parts", str(PARTS), "--results", str(tmp_path), "--budget", "0")

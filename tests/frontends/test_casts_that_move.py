@@ -103,4 +103,4 @@ def test_what_was_rounded_stays_rounded(name):
 
 def test_programs_of_casts_and_moves():
     """Drawn at random; one in 15 lost a rounding."""
-    assert sum(check(Steps(seed), seed) for seed in range(100, 160)) > 30
+    assert sum(check(Steps(seed), seed) for seed in range(100, 130)) > 15

@@ -54,6 +54,7 @@ def assert_same(found, expected):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("norm_first, activation", [(False, "relu"), (True, "gelu")])

@@ -228,15 +228,15 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(
     ("body", "policy"),
-    [  # each body under one policy of its own, and under the custom one; all in `make conformance`
+    [  # each body under one policy, in turn; all in `make conformance`
         pytest.param(
             body,
             policy,
             id=f"{body.__name__.removeprefix('body_')}-{policy}",
-            marks=[] if policy == "custom" or (number % 2 == 0) == (policy == "native") else [pytest.mark.slow],
+            marks=[] if n == number % len(POLICIES) else [pytest.mark.slow],
         )
         for number, body in enumerate(BODIES)
-        for policy in POLICIES
+        for n, policy in enumerate(POLICIES)
     ],
 )
 def test_compiled_equals_eager_bit_for_bit(body, policy):

@@ -88,7 +88,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize(
     ("kind", "gradients"),
     [
-        pytest.param(kind, gradients, marks=[pytest.mark.slow] if kind in (Loop, Packed) and gradients else [])
+        pytest.param(kind, gradients, marks=[pytest.mark.slow] if (kind in (Loop, Packed, Scan)) == gradients else [])
         for kind in (Condition, Loop, Scan, WeightOnly, IntegerProduct, Packed)
         for gradients in (True, False)
     ],

@@ -91,6 +91,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize("form", ["script", "export", "compile"])
 @pytest.mark.parametrize("expression", NUMBERS)
 def test_a_script_names_calls_with_numbers_as_python_does(expression, form, tmp_path, fresh_dynamo):

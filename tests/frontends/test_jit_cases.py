@@ -192,6 +192,7 @@ REGIONS = {
 }
 
 
+@pytest.mark.sweep(one_in=2)
 @holds(*(case.name for case in cases.CASES))
 @pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
@@ -678,6 +679,7 @@ def within(model, dtype):
     return call
 
 
+@pytest.mark.sweep(one_in=3)
 @holds("test_nchw_autocast_jit_trace_model")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", [*cases.NETWORKS, *cases.CONVOLUTIONS])
@@ -692,6 +694,7 @@ def test_traced_models_equal_eager_code(name, form):
         assert not differences(expected, outcome(made, x, leaves=leaves))
 
 
+@pytest.mark.sweep(one_in=3)
 @holds("test_generate_autocast_jit_trace_model", "test_nchw_autocast_jit_trace_model")
 @pytest.mark.parametrize("form", [*FILES, *FROZEN])
 @pytest.mark.parametrize("name", [*cases.NETWORKS, *SOME])
@@ -715,6 +718,7 @@ def test_traced_models_equal_eager_code_with_channels_last(name, form):
         assert made(x).stride() == within(model, "bf16")(x).stride()
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize("form", [*FORMS, *FROZEN])
 @pytest.mark.parametrize("name", ["conv, norm", "same, 2d", "transposed, 1d", "linear"])
 def test_traced_models_equal_eager_code_in_fp16(name, form):

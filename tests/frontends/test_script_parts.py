@@ -127,6 +127,7 @@ def assert_same(expected, found):
         assert name == other and a.dtype is b.dtype and torch.equal(a, b), name
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("form", ["script", "convert", "called in a region", "saved"])
 def test_what_a_module_holds(kind, form, tmp_path):

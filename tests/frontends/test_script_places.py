@@ -77,7 +77,7 @@ LONG = ("export", "strict export", "compile")
     ("rule", "make"),
     [
         pytest.param(
-            rule, make, marks=[pytest.mark.slow] if make in LONG and (row + n) % 2 else [], id=f"{rule}-{make}"
+            rule, make, marks=[pytest.mark.slow] if make in LONG and (row + n) % 3 else [], id=f"{rule}-{make}"
         )
         for row, rule in enumerate(RULES)
         for n, make in enumerate(MAKE)

@@ -91,6 +91,7 @@ def test_scripted_functions_equal_eager(function, more):
         assert_same(expected, outcome(scripted, (x, w), x, w, *more), True if exact else "close")
 
 
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("function, more", scripts.FUNCTIONS, ids=lambda f: getattr(f, "__name__", str(f)))
 def test_scripted_functions_called_inside_regions_equal_eager(function, more, region):

@@ -622,6 +622,7 @@ def check(text, folder):
     return scripted
 
 
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize(("way", "place"), some(EXPRESSIONS, WITH_PLACES))
 def test_with_statements(way, place, tmp_path):
     """Eager's dtypes and bits, or the line."""
@@ -629,12 +630,14 @@ def test_with_statements(way, place, tmp_path):
     check(WITH_PLACES[place].format(e=e, e0="OTHER" if "x." in e or "no_grad" in way else e), tmp_path)
 
 
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize(("way", "place"), some(DECORATORS, DECORATED_PLACES))
 def test_decorators(way, place, tmp_path):
     """Eager's dtypes and bits, or the line."""
     check(DECORATED_PLACES[place].format(e=DECORATORS[way]), tmp_path)
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize("way", ["torch", "ours", "global", "attribute", "partial", "ours, policy"])
 @pytest.mark.parametrize("place", ["top", "forward", "called", "factory", "method of an object", "hooks"])
 def test_what_decorates_holds(way, place, tmp_path):

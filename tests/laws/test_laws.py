@@ -89,7 +89,7 @@ def test_exactness_is_an_order(a, b, c):
 
 
 @given(calls, policies, regions)
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_decide_is_total_and_touches_only_what_is_eligible(call, policy, region):
     """Any call gives a plan; ineligible arguments stay; a planned cast changes the format."""
     plan = decide(call, policy, region)
@@ -105,7 +105,7 @@ def test_decide_is_total_and_touches_only_what_is_eligible(call, policy, region)
 
 
 @given(calls, policies, regions)
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_decide_is_idempotent(call, policy, region):
     """Deciding about the call as the plan makes it casts nothing more."""
     plan = decide(call, policy, region)

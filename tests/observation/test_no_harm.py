@@ -99,6 +99,7 @@ def _first_use():
         observe(lambda: nn.Linear(1, 1)(torch.ones(1)))
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize("observer", OBSERVERS)
 @pytest.mark.parametrize("program", kinds.PROGRAMS, ids=lambda program: program.__name__)
 def test_a_program_is_the_same_whoever_looks_on(program, observer):
@@ -112,6 +113,7 @@ def test_a_program_is_the_same_whoever_looks_on(program, observer):
     assert str(found) and found.to_json()
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize("program", kinds.PROGRAMS, ids=lambda program: program.__name__)
 def test_comparing_takes_tensors_of_every_kind(program):
     """It raises what the program raises itself in the region, and errors for the user; nothing else."""

@@ -50,6 +50,7 @@ def gradient(program, observer, is_low):
     return weight.grad
 
 
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize("observer", OBSERVERS)
 @pytest.mark.parametrize("program", [conditional, scanned, of_each], ids=lambda program: program.__name__)
 @pytest.mark.parametrize("is_low", [False, True], ids=["fp32", "bf16"])

@@ -158,7 +158,7 @@ def count_cost(placed, prices, question):
     return total
 
 
-@pytest.mark.parametrize("block", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 6))])
+@pytest.mark.parametrize("block", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))])
 def test_no_placement_is_cheaper(block):
     """Brute force over all placements of 1,200 random programs; and energy is what the placed program costs."""
     sizes = 0
@@ -187,7 +187,7 @@ def test_no_placement_is_cheaper(block):
 
 def test_what_comes_out_keeps_its_formats():
     """Under every goal the program returns the formats that the policy gives, and nothing pinned has moved."""
-    for seed in range(300):
+    for seed in range(120):
         program, ours = random_program(seed, 10)
         for choose in (lambda q: minimise(q.energy), as_high, as_the_policy):
             edits, _ = place_formats(program, RandomPrices(seed), ours=ours, choose=choose)
@@ -249,11 +249,11 @@ MOVING = ("t", "relu", "cast", "cast", "add", "exp", "mm")
 
 
 def test_moved_casts_keep_every_bit():
-    """Casts move through views, cat and relu on 500 random programs: equal numbers, and never more bytes. What a cast
+    """Casts move through views, cat and relu on 200 random programs: equal numbers, and never more bytes. What a cast
     of the user's rounds stays rounded for all that reads it, whatever format it is read in.
     """
     moved = 0
-    for seed in range(500):
+    for seed in range(200):
         more = {} if seed % 2 else {"lows": ("bf16", "fp16"), "results": 3, "kinds": MOVING, "near": 1}
         program, _ = random_program(seed, 4 + seed % 12, **more)
         before = finished(program, [])
@@ -261,7 +261,7 @@ def test_moved_casts_keep_every_bit():
         assert run(before, seed) == run(program, seed) == run(after, seed), seed
         assert cast_bytes(after) <= cast_bytes(before), seed
         moved += cast_bytes(after) < cast_bytes(before)
-    assert moved > 20
+    assert moved > 12
 
 
 def cast_bytes(program):
@@ -277,7 +277,7 @@ def test_higher_formats_never_lose_bits():
     """Every read of a placed program gives at least the bits that the policy's gives: nothing is rounded on the way
     that the policy does not round.
     """
-    for seed in range(400):
+    for seed in range(160):
         program, ours = random_program(seed, 10)
         edits, _ = place_formats(program, RandomPrices(seed), ours=ours)
         placed = finished(program, edits)

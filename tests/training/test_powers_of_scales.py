@@ -18,6 +18,7 @@ from wrong_scales import WRONG_SCALES, Wrong
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize(("wrong", "kind"), WRONG_SCALES.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_each_fault_is_named_alone_at_its_line(wrong: Wrong, kind: str) -> None:
     """What is wrong is the one finding, at its line, whatever else a scaled gradient has come to by then."""
@@ -25,6 +26,7 @@ def test_each_fault_is_named_alone_at_its_line(wrong: Wrong, kind: str) -> None:
     assert said.word == "right", said
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize("loop", loops_of_scales.LOOPS_OF_SCALES, ids=lambda loop: loop.name)
 def test_nothing_is_said_where_a_scale_is_divided_or_cancels(loop: loops_of_scales.Loop) -> None:
     """Right loops that compute with scaled gradients in fp16 have no findings, and are looked at to their end."""

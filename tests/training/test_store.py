@@ -188,6 +188,7 @@ class TestBits:
             assert abs((rows[:, lag:] * rows[:, :-lag]).mean() * 12) < limit * 4
         assert float((rows @ rows.T / (1 << 15) * 12 - torch.eye(24)).abs().max()) < 6 / math.sqrt(1 << 15)
 
+    @pytest.mark.sweep(one_in=2)
     @pytest.mark.parametrize(
         ("formula", "way", "low"),
         [
@@ -554,6 +555,7 @@ class TestAround:
             steps = 4 * len([*model.parameters()])  # the optimizer's own counts
             assert sum(g.bytes_per_element * g.elements for g in check.groups) == wanted * count + steps
 
+    @pytest.mark.sweep(one_in=2)
     @pytest.mark.parametrize(
         ("form", "make"),
         [(form, adamw) for form in ("nearest", "remainder", "stochastic", "fp16")]
