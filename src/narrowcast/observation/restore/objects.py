@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
@@ -147,4 +148,4 @@ def _instances_of(classes: tuple[type[T], ...]) -> list[T]:
     """Return all objects of these classes. By their type: asking an object for its class may run code of others."""
     living: list[Any] = gc.get_objects()
     kinds = {kind for kind in set(map(type, living)) if issubclass(kind, classes)}
-    return [one for one in living if type(one) in kinds]
+    return [*compress(living, map(kinds.__contains__, map(type, living)))]  # a million objects, no call of Python each
