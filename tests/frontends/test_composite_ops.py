@@ -17,6 +17,7 @@ pytestmark = pytest.mark.filterwarnings(
 BF16 = torch.bfloat16
 GENERATOR = torch.Generator().manual_seed(0)
 X, Y, Z, C, SQUARE = (torch.randn(s, generator=GENERATOR) for s in ((3, 4), (4, 5), (5, 2), (2, 3, 4), (3, 3)))
+CUBE = torch.randn(4, 4, 4, generator=GENERATOR)
 SQUARE = SQUARE / 3 + torch.eye(3)
 WAVES = torch.arange(64.0).sin().view(8, 8)
 
@@ -40,6 +41,9 @@ OPS = {
     "corrcoef": lambda: torch.corrcoef(X),
     "einsum that sums": lambda: torch.einsum("ij,jk->ik", X, Y),
     "einsum that multiplies": lambda: torch.einsum("bi,bj->bij", X, X),
+    "einsum of labels that one has alone": lambda: torch.einsum("ij,jkl->il", X, CUBE),
+    "einsum of such labels around others": lambda: torch.einsum("a...b,...cb->...a", CUBE, CUBE),
+    "einsum of a diagonal that one has alone": lambda: torch.einsum("ij,kkj->i", X, CUBE),
     "einsum of one": lambda: torch.einsum("ij->ji", X),
     "einsum without arrow": lambda: torch.einsum("ij,jk", X, Y),
     "pad reflect": lambda: F.pad(C.to(BF16), (1, 1), mode="reflect"),

@@ -843,6 +843,22 @@ class OwnFloat(Own):
         return (x.float() * 2).to(x.dtype)
 
 
+class InFloat(Own):
+    """Its results have few bits that differ outside of the region, its gradients many."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * 2
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        x, _ = ctx.saved_tensors
+        return gradient * 2, x.T.mm(gradient)
+
+
 class Calling(nn.Module):
     """It calls one of them, on what a layer gives, or on its input."""
 
@@ -860,9 +876,12 @@ class Calling(nn.Module):
 def test_a_trace_refuses_a_function_that_it_would_call_outside_of_the_region(has_layer, check_trace):
     """It computed in fp32, or raised for mixed formats, as a trace calls an autograd.Function in Python."""
     x = torch.randn(4, 8)
-    with pytest.raises(ScriptError, match=r"calls the autograd\.Function Own in Python") as caught:
+    with pytest.raises(ScriptError, match=r"a trace calls Own in Python, where no region") as caught:
         nc.trace(Calling(Own, has_layer), (x,), under="bf16", check_trace=check_trace)
     assert caught.value.where[0].file == __file__ and "narrowcast.compile" in caught.value.advice
+    if has_layer:
+        with pytest.raises(ScriptError, match=r"a trace calls InFloat in Python"):
+            nc.trace(Calling(InFloat, has_layer), (x,), under="bf16", check_trace=check_trace)
     model = Calling(OwnFloat, has_layer)
     with nc.autocast("cpu", torch.bfloat16), torch.no_grad():
         expected = model(x)

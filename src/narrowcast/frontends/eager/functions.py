@@ -44,7 +44,7 @@ def custom_fwd(
 
     @functools.wraps(fwd)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        without = not args or isinstance(args[0], torch.Tensor)  # a setup_context beside it has the context then
+        without = len(args) == 0 or isinstance(args[0], torch.Tensor)  # a setup_context beside it has the context then
         ctx: Any = _NoContext() if without else args[0]
         device = device_type if device_type is not None else device_type_of(args, kwargs) or "cpu"
         enabled = torch.is_autocast_enabled(device)

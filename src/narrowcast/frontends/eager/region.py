@@ -99,7 +99,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         prepared = opening.prepared
         if opening.counts and not (outer is not None and outer.prepared.policy.counts_calls):
             begin_counting()
-        is_first = bool(opening.carried) and not any_autocast()
+        is_first = bool(opening.carried) and outer is None and not any_autocast()
         before, depth = enter_native(opening.state)
         mixes = depth > 1 and prepared.grade == "native" and _is_another_format(prepared.facts, before, depth)
         if mixes:

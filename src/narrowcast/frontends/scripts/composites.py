@@ -30,7 +30,7 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
 } | {"aten::_sparse_mm": products.sparse_mm, "aten::_sparse_addmm": products.sparse_addmm}  # fmt: skip
 _OF_OTHERS = ("aten::inner", "aten::corrcoef")
 """Those whose kernels call another of them, which a policy may name."""
-_GRU, _PAD = "aten::gru", "aten::pad"
+_GRU, _PAD, _EINSUM = "aten::gru", "aten::pad", "aten::einsum"
 
 
 def open_composites(graph: Any, section: Section, of_others: bool) -> bool:
@@ -41,7 +41,8 @@ def open_composites(graph: Any, section: Section, of_others: bool) -> bool:
     for item in section.walk():
         node = item.node
         on = [scope for scope in item.scopes.values() if scope.enabled is not False]
-        if not on or not is_composite(node) or any(_is_ruled(policy_of(scope), item) for scope in on):
+        is_opened = node.kind() == _EINSUM or is_composite(node)
+        if not on or not is_opened or any(_is_ruled(policy_of(scope), item) for scope in on):
             continue
         if (node.kind() in _OF_OTHERS) is not of_others:
             continue
@@ -53,8 +54,8 @@ def open_composites(graph: Any, section: Section, of_others: bool) -> bool:
         _tell_of_part(node, site, on)
         graph.setInsertPoint(node)
         start = graph.insertConstant(None).node()
-        if node.kind() == _GRU:
-            outs = products.insert_gru(graph, node)
+        if node.kind() in (_GRU, _EINSUM):
+            outs = (products.insert_gru if node.kind() == _GRU else products.insert_einsum)(graph, node)
             if outs is None:
                 continue
         else:
@@ -85,7 +86,7 @@ def traced_inside() -> list[str]:
 
     Not recurrent ones, of which libraries compute the whole, nor `mv`, which casts inside for sparse ones alone.
     """
-    names = (*_FORMULAS, "aten::einsum", *(f"aten::{name}" for name in named("inside.stands_for_one")))
+    names = (*_FORMULAS, _EINSUM, *(f"aten::{name}" for name in named("inside.stands_for_one")))
     return [name for name in names if name != "aten::mv"]
 
 

@@ -6,6 +6,7 @@ LinearAlgebra.cpp, Correlation.cpp, RNN.cpp) and in native/sparse (SparseTensorM
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn.functional import linear
 
 from narrowcast.frontends.scripts.region_facts import constant
 from narrowcast.frontends.scripts.runtime import graph_of
-from narrowcast.runtime.torch_surface.jit import TENSOR, ListType, inserted
+from narrowcast.runtime.torch_surface.jit import INT, TENSOR, ListType, inserted
 
 
 def tensordot(self: Tensor, other: Tensor, dims_self: list[int], dims_other: list[int]) -> Tensor:
@@ -297,6 +298,44 @@ def _rows_first(x: Tensor, batch_first: bool) -> Tensor:
 
 def _between(x: Tensor, dropout: float, train: bool) -> Tensor:
     return torch.dropout(x, dropout, True) if dropout != 0.0 and train else x
+
+
+def insert_einsum(graph: Any, node: Any) -> list[Any] | None:
+    """Insert an einsum before its node that sums each operand over the labels that it alone has before it multiplies,
+    as the kernel does. None if there are none, or the equation is not known.
+    """
+    equation, tensors = constant(node.inputsAt(0)), node.inputsAt(1).node()
+    if not isinstance(equation, str) or "->" not in equation or tensors.kind() != "prim::ListConstruct":
+        return None
+    inputs, _, output = equation.replace(" ", "").replace("...", ".").partition("->")
+    operands, values = inputs.split(","), list(tensors.inputs())
+    counts = Counter(label for operand in operands for label in set(operand)) + Counter(output)
+    lefts = ["".join(label for label in operand if label == "." or counts[label] > 1) for operand in operands]
+    if len(values) < 2 or lefts == operands:
+        return None
+
+    def einsum(equation: str, values: list[Any]) -> Any:
+        listed = inserted(graph, "prim::ListConstruct", values, ListType(TENSOR))
+        written = graph.insertConstant(equation.replace(".", "..."))
+        return inserted(graph, "aten::einsum", [written, listed, *list(node.inputs())[2:]], TENSOR)
+
+    for n, (operand, left) in enumerate(zip(operands, lefts, strict=True)):
+        if left == operand:
+            continue
+        labels = "".join(dict.fromkeys(operand))
+        if labels != operand:  # a label that stands twice: a diagonal
+            values[n] = einsum(f"{operand}->{labels}", [values[n]])
+        alone = [label for label in labels if label not in left]
+        before = labels.partition(".")[0]
+        places = [labels.index(label) - (0 if label in before else len(labels)) for label in alone]
+        dims = inserted(graph, "prim::ListConstruct", [*map(graph.insertConstant, places)], ListType(INT))
+        values[n] = next(iter(graph.insertGraph(graph_of(_summed), [values[n], dims])))
+        lefts[n] = "".join(dict.fromkeys(left))
+    return [einsum(f"{','.join(lefts)}->{output}", values)]
+
+
+def _summed(x: Tensor, dims: list[int]) -> Tensor:
+    return x.sum(dims)
 
 
 def insert_gru(graph: Any, node: Any) -> list[Any] | None:

@@ -8,13 +8,13 @@ import inspect
 import io
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from narrowcast.core.policy import DEVICE_TYPES, Policy, Site
-from narrowcast.errors import NarrowcastError, Origin, ScriptError, ScriptWarning
+from narrowcast.errors import NarrowcastError, ScriptError, ScriptWarning
 from narrowcast.frontends.eager.asked import AskedRegion, Under, asked_region
 from narrowcast.frontends.eager.steps import runs_in_steps
 from narrowcast.frontends.scripts.callers import class_name, graphs_of
@@ -24,7 +24,7 @@ from narrowcast.frontends.scripts.decorated import check_methods, places_of, und
 from narrowcast.frontends.scripts.places import shown_at, shown_in
 from narrowcast.frontends.scripts.scopes import Scopes, policy_of
 from narrowcast.frontends.scripts.scripted import ExplicitModule, explicit_function, explicit_module
-from narrowcast.frontends.scripts.tracing import called_in_python, traced_function, traced_module, tracing
+from narrowcast.frontends.scripts.tracing import traced_function, traced_module, tracing
 from narrowcast.runtime.devices.abilities import for_target
 from narrowcast.runtime.devices.device import random_state_kept
 from narrowcast.runtime.regions.ruling import ruled_device_types
@@ -262,25 +262,10 @@ def trace(
             explicit = traced_module(traced, ruled) if is_module else traced_function(traced, ruled)
             if asked.is_there:
                 tell_whole([chosen.resolve(device)], target)
-        python = called_in_python(explicit) if ruled else ()
-        if checked or python:
+        if checked:
             low = {torch.get_autocast_dtype(device_type) for device_type in ruled}
-            with contextlib.nullcontext() if checked else _buffers_kept(target):
-                _check_trace(target, explicit, args, kwargs, low, python)
+            _check_trace(target, explicit, args, kwargs, low)
     return add_text(explicit, TARGET, made_on) if is_module else explicit
-
-
-@contextlib.contextmanager
-def _buffers_kept(target: Any) -> Iterator[None]:
-    """Restore what a module updates as it runs (running statistics), where nobody asked for a check."""
-    buffers = list(target.buffers()) if isinstance(target, torch.nn.Module) else []
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
 
 
 @contextlib.contextmanager
@@ -300,40 +285,24 @@ def _cache_cleared_as_it_begins() -> Iterator[None]:
 
 
 def _check_trace(
-    target: Any, traced: Any, args: tuple[Any, ...], kwargs: dict[str, Any], formats: set[torch.dtype],
-    python: Sequence[tuple[str, tuple[Origin, ...]]],
-) -> None:  # fmt: skip
+    target: Any, traced: Any, args: tuple[Any, ...], kwargs: dict[str, Any], formats: set[torch.dtype]
+) -> None:
     """Compare as torch's own check does, and let results differ by what a library's kernels may round otherwise: two
-    units in the last place of the narrowest format, at the largest element. python: what the trace calls in Python,
-    without the region: ScriptError if results differ then.
+    units in the last place of the narrowest format, at the largest element.
     """
     with torch.no_grad(), random_state_kept():
         torch.manual_seed(0)
         expected = tensors_in(target(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
         torch.manual_seed(0)
-        try:
-            results = tensors_in(traced(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
-        except RuntimeError as error:
-            if python:
-                raise _not_cast(target, *python[0]) from error
-            raise
+        results = tensors_in(traced(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
     torch.clear_autocast_cache()
     pairs = zip(expected, results, strict=False)
     formats = formats | {t.dtype for t in expected if t.is_floating_point()}
     unit = max((torch.finfo(dtype).eps for dtype in formats), default=0.0)
     is_same = len(expected) == len(results) and all(_are_close(a, b, 2 * unit) for a, b in pairs)
-    if not is_same and python:
-        raise _not_cast(target, *python[0])
     if not is_same:
         text = "narrowcast: the trace does not give what the code gives for the same inputs: it may depend on values, "
         warn_here(f"{text}or on what it has done before", ScriptWarning)
-
-
-def _not_cast(target: Any, name: str, where: tuple[Origin, ...]) -> ScriptError:
-    asked = f"trace({getattr(target, '__qualname__', type(target).__name__)})"
-    found = f"a trace calls the autograd.Function {name} in Python, where no region is open: it is not cast inside"
-    advice = "Use narrowcast.compile or narrowcast.export, which cast inside of it, or write it as a plain function."
-    return ScriptError(asked, found, where, advice)
 
 
 def _are_close(a: torch.Tensor, b: torch.Tensor, of_largest: float) -> bool:

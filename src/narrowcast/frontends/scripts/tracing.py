@@ -5,25 +5,28 @@ nobody casts these parts again (cast_already.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
 from narrowcast.core.policy import NOWHERE
-from narrowcast.errors import Origin, ScriptWarning
+from narrowcast.errors import ScriptError, ScriptWarning
+from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.scripts import scripted
 from narrowcast.frontends.scripts.callers import graphs_of, mark_calls, site_in, unmark
 from narrowcast.frontends.scripts.calls import device_of_regions
 from narrowcast.frontends.scripts.cast_already import enter_off, has_cast, leave_off, prepare_marks, switch_off
 from narrowcast.frontends.scripts.composites import casts_inside, is_closed, tell_of_inside, traced_inside
 from narrowcast.frontends.scripts.convert import inline_calls, make_graph_explicit
-from narrowcast.frontends.scripts.places import shown_at
 from narrowcast.frontends.scripts.region_facts import region_class
 from narrowcast.frontends.scripts.scopes import policy_of
+from narrowcast.runtime.devices.device import random_state_kept
+from narrowcast.runtime.regions.ruling import ruled_device_types
 from narrowcast.runtime.regions.stack import told_of_regions
-from narrowcast.runtime.sites.python_stack import warn_here
+from narrowcast.runtime.sites.python_stack import find_site, warn_here
+from narrowcast.runtime.torch_bridge import map_tensors, tensors_in
 from narrowcast.runtime.torch_surface import jit
 from narrowcast.runtime.torch_surface.state import any_autocast, is_enabled
 
@@ -39,7 +42,8 @@ def tracing() -> Iterator[None]:
         prepare_marks()  # TorchScript compiles the class of native regions for it, as that class is outside
         marker = _Marker()
         marked = told_of_regions(marker, "traces mark regions")
-        with _following(kept), _forks_inside(marker), marked, jit.recorded_inside(traced_inside()):
+        recorded = jit.recorded_inside(traced_inside())
+        with _following(kept), _forks_inside(marker), _functions_compared(), marked, recorded:
             yield
 
 
@@ -87,6 +91,60 @@ def _following(kept: list[scripted.Method]) -> AbstractContextManager[None]:
         return kept[-1].run(script, args, kwargs)
 
     return jit.script_calls_replaced(partial(partial, cast), "traces cast the scripts that they call")
+
+
+def _functions_compared() -> AbstractContextManager[None]:
+    """Refuse an autograd.Function whose results depend on the region: a trace runs it as Python code, without one."""
+
+    def apply(plain: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if jit.tracing_state() is not None and any_autocast() and not _ignores_regions(plain, function, args, kwargs):
+            found = f"a trace calls {function.__qualname__} in Python, where no region is open: its results are others"
+            advice = "Use narrowcast.compile or narrowcast.export, which cast inside of it, or write it as a plain "
+            where = find_site().origins
+            raise ScriptError("a trace of an autograd.Function", found, where, f"{advice}function.")
+        return plain(function, *args, **kwargs)
+
+    return jit.function_calls_replaced(lambda plain: partial(apply, plain))
+
+
+def _ignores_regions(plain: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether results and gradients of an autograd.Function have the same bits outside of all regions."""
+    with jit.not_traced(), ExitStack() as off:
+        inside = _results(partial(plain, function), args, kwargs)
+        for device_type in ruled_device_types():
+            off.enter_context(autocast(device_type, enabled=False))
+        try:
+            outside = _results(partial(plain, function), args, kwargs)
+        except RuntimeError:  # operands of several formats
+            return False
+        pairs = zip(inside, outside, strict=False)
+        return len(inside) == len(outside) and all(a.dtype == b.dtype and torch.equal(*_bits(a, b)) for a, b in pairs)
+
+
+def _results(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Run an autograd.Function on copies, and its backward outside of regions; return what both give."""
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    args, kwargs = map_tensors(copied, args), map_tensors(copied, kwargs)
+    with random_state_kept():
+        results = tensors_in(call(*args, **kwargs))
+    leaves = [tensor for tensor in tensors_in(args, kwargs) if tensor.requires_grad]
+    reached = [result for result in results if result.requires_grad]
+    if not leaves or not reached:
+        return results
+    with ExitStack() as off:
+        for device_type in ruled_device_types():
+            off.enter_context(autocast(device_type, enabled=False))
+        gradients = torch.autograd.grad(reached, leaves, [torch.ones_like(r) for r in reached], allow_unused=True)
+    return [*results, *(gradient for gradient in gradients if gradient is not None)]
+
+
+def _bits(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the numbers of both, NaN as one that is equal to itself."""
+    a, b = a.detach(), b.detach()
+    return (a.nan_to_num(), b.nan_to_num()) if a.is_floating_point() else (a, b)
 
 
 # -- marks -------------------------------------------------------------------------------------------------------------
@@ -139,19 +197,6 @@ def traced_module(traced: Any, regions: tuple[str, ...]) -> scripted.ExplicitMod
     for graph in graphs_of(module):
         unmark(graph)
     return scripted.with_methods(module, methods)
-
-
-def called_in_python(traced: Any) -> list[tuple[str, tuple[Origin, ...]]]:
-    """Return the autograd.Functions that convert something inside, perhaps as the region says, with their places: a
-    trace runs them as Python code.
-    """
-    found = []
-    for graph in graphs_of(traced) if isinstance(traced, torch.nn.Module) else [traced.graph]:
-        for node in graph.findAllNodes("prim::PythonOp"):
-            inner = node.g("Subgraph") if node.hasAttribute("Subgraph") else None
-            if inner is None or list(inner.findAllNodes("aten::to")):
-                found.append((node.pyname(), shown_at(node)))
-    return found
 
 
 def _cast_inside(graph: Any, regions: tuple[str, ...], module: Any = None, name: str = "forward") -> None:

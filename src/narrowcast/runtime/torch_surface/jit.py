@@ -225,6 +225,11 @@ def forks_replaced(fork: Wrap, wait: Wrap) -> AbstractContextManager[None]:
     return held(torch._C, "traces follow forks", fork=fork, wait=wait)
 
 
+def function_calls_replaced(wrap: Wrap) -> AbstractContextManager[None]:
+    """Replace `apply` of torch.autograd.Function, which takes the class first."""
+    return held(torch.autograd.Function, "traces compare autograd functions", apply=wrap)
+
+
 @contextmanager
 def not_traced() -> Iterator[None]:
     """Keep what this thread does out of the trace that it is writing, where sizes that are read are calls."""

@@ -43,15 +43,21 @@ class _HeldAttribute:
     wraps: list[tuple[Wrap, str]] = field(default_factory=list)  # and why
     chain: Function = field(init=False)
     function: Function = field(init=False)
+    is_classmethod: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.chain = self.original
+        self.is_classmethod = isinstance(vars(self.owner).get(self.name), classmethod)
 
         @functools.wraps(self.original)  # TorchScript compiles the source of the original, and looks at its name
         def replaced(*args: Any, **kwargs: Any) -> Any:
             return self.chain(*args, **kwargs)
 
         self.function = replaced
+
+    def put(self, function: Function) -> None:
+        """Set the attribute."""
+        setattr(self.owner, self.name, classmethod(function) if self.is_classmethod else function)
 
     def make_chain(self) -> None:
         """Put all wraps around the original, the first innermost."""
@@ -79,9 +85,9 @@ def _hold(owner: Any, name: str, wrap: Wrap, why: str) -> _HeldAttribute:
     with _lock:
         attribute = next((h for h in _held if h.owner is owner and h.name == name and _stands(h)), None)
         if attribute is None:
-            attribute = _HeldAttribute(owner, name, getattr(owner, name), name in vars(owner))
+            attribute = _HeldAttribute(owner, name, _current(owner, name), name in vars(owner))
             _held.append(attribute)
-            setattr(owner, name, attribute.function)
+            attribute.put(attribute.function)
         attribute.wraps.append((wrap, why))
         attribute.make_chain()
         return attribute
@@ -94,17 +100,23 @@ def _let_go(attribute: _HeldAttribute, wrap: Wrap, why: str) -> None:
         if attribute.wraps:
             return
         _held.remove(attribute)
-        if getattr(attribute.owner, attribute.name) is not attribute.function:
+        if _current(attribute.owner, attribute.name) is not attribute.function:
             return  # somebody else stands on top, or has restored what was there before us
         if attribute.was_own:
-            setattr(attribute.owner, attribute.name, attribute.original)
+            attribute.put(attribute.original)
         else:
             delattr(attribute.owner, attribute.name)
 
 
+def _current(owner: Any, name: str) -> Function:
+    """Return what stands there: of a class method, the function that takes the class first."""
+    current: Function = getattr(owner, name)
+    return current.__func__ if isinstance(vars(owner).get(name), classmethod) else current  # type: ignore[attr-defined]
+
+
 def _stands(attribute: _HeldAttribute) -> bool:
     """Return whether our function is still there, alone or below wrappers that others made by functools.wraps."""
-    current = getattr(attribute.owner, attribute.name)
+    current = _current(attribute.owner, attribute.name)
     while current is not attribute.function and hasattr(current, "__wrapped__"):
         current = current.__wrapped__
     return current is attribute.function
