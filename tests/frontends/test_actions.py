@@ -70,6 +70,27 @@ def test_inside_gives_back_the_input_format():
         assert values.dtype is BF and indices.dtype is torch.int64
 
 
+class Branches(torch.nn.Module):
+    """What a method returns is added, and the sum is read beside it, where a script does not know its format."""
+
+    def both(self, x):
+        return torch.mm(x, x), torch.mm(x, x)
+
+    def forward(self, x):
+        a, b = self.both(x)
+        return a + b, 1 + b - a
+
+
+def test_a_script_casts_what_an_op_gave_back_in_the_input_format():
+    """It promoted what the op had computed."""
+    x = torch.randn(4, 4)
+    region = under(nc.Rule("aten.add", "inside"), nc.Rule("aten.sub", "promote"))
+    with region:
+        expected = Branches()(x)
+    found = nc.script(Branches(), under=region)(x)
+    assert [t.dtype for t in found] == [BF, BF] and all(map(torch.equal, found, expected))
+
+
 def test_follow_switches_autocasting_off_inside_the_op():
     """A composite op whose parts are listed."""
     with under(nc.Rule("aten.linear", "follow")):

@@ -61,6 +61,23 @@ FRONT_ENDS = {
 }
 
 
+class Methods(torch.nn.Module):
+    """Calls that are written as methods of tensors."""
+
+    def forward(self, x):
+        scores = x.matmul(x.transpose(-1, -2)).softmax(-1)
+        return scores.matmul(x).cumsum(-1).matmul(x)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_calls_of_methods_are_counted_in_compiled_code(call, fresh_dynamo):
+    """They are nodes of another kind in Dynamo's graphs."""
+    found, out = in_fp32(Methods(), policy(call), X)
+    assert found == {"": {call}}
+    under = nc.autocast("cpu", policy=policy(call))
+    assert torch.equal(nc.compile(Methods(), under=under, backend="aot_eager", fullgraph=True)(X), out)
+
+
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 @pytest.mark.parametrize(
     ("call", "module", "expected"),

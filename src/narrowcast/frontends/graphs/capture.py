@@ -132,7 +132,7 @@ class _GraphRunner(torch.fx.Interpreter):
         self.current = n
         if n in self.batched:
             return self._copy(n)
-        if n.op != "call_function":
+        if n.op not in ("call_function", "call_method"):
             return super().run_node(n)
         with at_site(node_site(n.meta, self.outside), number=partial(self.numbering.number, n.meta)):
             return super().run_node(n)

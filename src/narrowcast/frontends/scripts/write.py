@@ -337,6 +337,8 @@ class Writer:
                 given = self._call(runtime.back, arguments)
             for user, offset in users:
                 user.replaceInput(offset, given)
+            if output.unique() in self.reading.ids:  # casts that come later read it, too
+                self.read[self.reading.ids[output.unique()]] = given
 
     # -- nodes
 
