@@ -238,6 +238,10 @@ def test_the_reference_run_of_low_weights_that_a_function_holds_says_so():
     with pytest.raises(RuntimeError, match="same dtype") as caught:
         nc.compare(lambda x: low(x), (torch.randn(2, 8),), under="bf16")
     assert "this was the reference run" in caught.value.__notes__[-1]
+    wide = torch.nn.Linear(8, 8)
+    with pytest.raises(RuntimeError, match="same dtype") as caught:
+        nc.compare(lambda x: wide(x.to(torch.bfloat16)), (torch.randn(2, 8),), under="bf16")
+    assert "a cast that the code makes itself (x.to(torch.bfloat16))" in caught.value.__notes__[-1]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -673,6 +674,64 @@ def test_a_step_that_a_scaler_skips_is_not_compared():
     assert skipped.verdict == NOT_COMPARED and not skipped.todos, skipped
     assert any("A scaler skips this step" in note for note in skipped.notes), skipped.notes
     assert is_sound(nc.compare(scaled_step(64.0), under="fp16"))
+    found = nc.explain(contrasted_step(), under="fp16", run=True)
+    assert not found.comparison.differences.faults and not found.todos, found.todos
+    assert "VERDICT: A scaler skips this step, so that it is not compared with fp32" in str(found)
+
+
+def contrasted_step():
+    """Pairs of images and texts; its products give infinities in the backward that fp32 does not have."""
+    torch.manual_seed(7)
+    image, text = (nn.Sequential(nn.Linear(n, 32), nn.ReLU(), nn.Linear(32, 8)) for n in (16, 12))
+    by = nn.Parameter(torch.tensor(2.6593))
+    optimizer = torch.optim.AdamW([*image.parameters(), *text.parameters(), by], 1e-3)
+    scaler, x, y = torch.amp.GradScaler("cpu"), torch.randn(24, 16), torch.randn(24, 12)
+
+    def step():
+        optimizer.zero_grad()
+        logits = by.exp() * F.normalize(image(x), dim=-1) @ F.normalize(text(y), dim=-1).T
+        loss = (F.cross_entropy(logits, torch.arange(24)) + F.cross_entropy(logits.T, torch.arange(24))) / 2
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    return step
+
+
+def test_a_function_over_weights_in_a_coarser_format_is_within_their_round_off():
+    """Its reference computes in bf16, where a unit of fp16 moves nothing: the bound was 0, and the verdict a fault."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).bfloat16().eval()
+    x = torch.randn(32, 16).bfloat16()
+    with torch.no_grad():
+        found = nc.compare(lambda x: model(x), (x,), under="fp16")
+    assert found.verdict == ROUND_OFF and found.round_off_bound > 1e-3, found
+
+
+def test_a_remedy_of_an_explanation_names_the_lines_that_it_puts_into_fp32():
+    """Also where a rule is about the result that these follow, at a line of torch."""
+
+    class Drifting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.out = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 8)
+
+        def forward(self, x):
+            z = self.b(self.a(x))
+            d = torch.tanh(z) * 2e-3
+            for _ in range(100):
+                z = z + d  # HERE
+            return self.out(z)
+
+    torch.manual_seed(3)
+    model, x = Drifting().eval(), torch.randn(16, 16)
+    with torch.no_grad():
+        found = nc.explain(model, (x,), under="bf16", run=True)
+    line = 1 + next(
+        n for n, text in enumerate(Path(__file__).read_text().splitlines()) if text.endswith("z + d  # HERE")
+    )
+    assert any(f"test_sound_comparisons.py:{line}" in todo.why for todo in found.todos), found.todos
 
 
 class AsksForLow(nn.Module):

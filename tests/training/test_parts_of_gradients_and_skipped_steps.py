@@ -72,6 +72,57 @@ def test_a_part_of_a_gradient_is_cleared(how):
     assert nc.check_training(step).kinds == (("weights that never move",) if how == "all" else ())
 
 
+def _micro_batches(model, optimizer, read, to_none):
+    """Gradients of four micro-batches, each cleared before the next; read: what reads them before that."""
+    x, kept = torch.randn(16, 4), []
+
+    def step():
+        for part in x.chunk(4):
+            optimizer.zero_grad(set_to_none=to_none)
+            with torch.autocast("cpu", BF16):
+                loss = model(part).float().square().mean()
+            loss.backward()
+            kept.append(read([p.grad for p in model.parameters()]))
+        for number, weight in enumerate(model.parameters()):
+            if all(kept[-4:]):
+                weight.grad = sum(gradients[number] for gradients in kept[-4:]) / 4
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_of_micro_batches_that_are_cleared_are_told(to_none):
+    """Each step uses the last one's alone. Not where they are copied, or kept, and summed afterwards."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    check = nc.check_training(_micro_batches(model, optimizer, lambda gradients: None, to_none))
+    assert [finding.kind for finding in check.findings][:1] == ["gradients cleared before they are used"], str(check)
+    line = Path(__file__).read_text().splitlines()[check.findings[0].line - 1]
+    assert ("loss.backward()" if to_none else "optimizer.zero_grad") in line
+    reads = [lambda gradients: [g.clone() for g in gradients]] + [list] * to_none
+    for read in reads:
+        assert (
+            "gradients cleared before they are used"
+            not in nc.check_training(_micro_batches(model, optimizer, read, to_none)).kinds
+        )
+
+
+def test_a_closure_that_fills_gradients_with_zeros_clears_them():
+    """What an optimizer has used is cleared inside of its next step."""
+    model, x = net(), torch.randn(16, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+    def closure():
+        optimizer.zero_grad(set_to_none=False)
+        with torch.autocast("cpu", BF16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        return loss
+
+    assert not nc.check_training(lambda: optimizer.step(closure)).findings
+
+
 def test_frozen_weights_are_cast_each_time():
     """A graph of gradients keeps an old cast alive; no region does."""
     critic, maker = net(), net(4, 4)

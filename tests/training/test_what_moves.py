@@ -210,7 +210,14 @@ def averaged_in_a_dict(loop: Any) -> None:
         loop.means[name] = (0.999 * mean + 0.001 * weight.detach().to(mean.dtype)).clone()  # HERE
 
 
-AVERAGES = [averaged_in_place, averaged_by_lerp, averaged_in_a_list, averaged_and_copied]
+def averaged_in_slices(loop: Loop) -> None:
+    """Python writes the slice that was added to onto itself."""
+    loop.train(loop.loss())
+    for mean, weight in zip(loop.average.parameters(), loop.weights, strict=True):
+        mean.data[:] += 0.001 * (weight.data.to(mean.dtype) - mean.data)  # HERE
+
+
+AVERAGES = [averaged_in_place, averaged_by_lerp, averaged_in_a_list, averaged_and_copied, averaged_in_slices]
 
 
 @pytest.mark.parametrize("step", AVERAGES, ids=lambda step: step.__name__)

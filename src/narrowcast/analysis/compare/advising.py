@@ -220,7 +220,7 @@ class Advising:
             whole = self._try_rules(rules) if rules else math.inf
             if self._harm.is_helped_by(whole):
                 remedy = self._fewest(_choices(calls, flow), rules, whole)
-                return remedy and replace(remedy, lines=_lines_lifted(remedy.rules, calls, flow))
+                return remedy and replace(remedy, lines=self._lines_lifted(remedy.rules, calls, flow))
         return None
 
     def _fewest(self, choices: Iterable[list[Rule]], rules: list[Rule], whole: float) -> Remedy | None:
@@ -243,6 +243,20 @@ class Advising:
             own = CallId(first.id.module_path, first.id.op, 1)
             blamed[:0] = [own] * all((one.module_path, one.op) != (own.module_path, own.op) for one in blamed)
         return list(dict.fromkeys(blamed))[:_BLAMED]
+
+    def _lines_lifted(
+        self, rules: Iterable[Rule], calls: Iterable[CallId], flow: LowFlow
+    ) -> tuple[tuple[str, int], ...]:
+        """Return the lines of the calls that the rules put into fp32: of `calls`, those named, and those that follow
+        their inputs; of all others those named, or else of the worst those that follow results that are.
+        """
+        rules, low = set(rules), flow.low_calls()
+        is_followed = any(rule.argument is not None for rule in rules)
+        lifted = [i for i in calls if _rule(i) in rules or (is_followed and not flow[i].is_decided)]
+        lifted += [i for i in low if _rule(i) in rules]
+        following = [row.id for row in self._result.worst if row.id in low and not flow[row.id].is_decided]
+        lifted = lifted or [i for i in following if rules & {*map(_result_rule, flow.upstream(i))}]
+        return tuple(dict.fromkeys(flow[identity].at for identity in lifted))
 
     # -- trying --------------------------------------------------------------------------------------------------------
 
@@ -331,14 +345,3 @@ def _choices(calls: dict[CallId, int], flow: LowFlow) -> Iterator[list[Rule]]:
 
 def _unique(rules: Iterable[Rule]) -> list[Rule]:
     return list(dict.fromkeys(rules))
-
-
-def _lines_lifted(rules: Iterable[Rule], calls: Iterable[CallId], flow: LowFlow) -> tuple[tuple[str, int], ...]:
-    """Return the lines of the calls that the rules put into fp32: of `calls`, those named, and those that follow their
-    inputs; and of all others those named.
-    """
-    rules = set(rules)
-    is_followed = any(rule.argument is not None for rule in rules)
-    lifted = [i for i in calls if _rule(i) in rules or (is_followed and not flow[i].is_decided)]
-    lifted += [i for i in flow.low_calls() if _rule(i) in rules]
-    return tuple(dict.fromkeys(flow[identity].at for identity in lifted))

@@ -173,13 +173,16 @@ class Moved(Compared):
 def moved_formats(reference: Keep, under: Keep, low: Format, is_own: bool, is_same: bool) -> dict[CallId, Format]:
     """Return by call of the reference the format by whose unit its results are perturbed.
 
-    low: the region's. is_same: the program that was compiled is the same one: it may cast results to a low format
-    itself, which is no cast in the reference; casts of another do not count.
+    It is the coarser one of both: a reference may compute in a low format, too. low: the region's. is_same: the program
+    that was compiled is the same one: it may cast results to a low format itself, which is no cast in the reference;
+    casts of another do not count.
     """
     pairs = pairs_of(reference.calls, under.calls)
     formats = {
-        identity: max((FORMATS[d] for d in [*rounded_to(kept), *(kept.cast_to if is_same else ())]), key=_epsilon)
-        for identity, (_, kept) in pairs.both.items()
+        identity: max(
+            (FORMATS[d] for d in [*rounded_to(a), *rounded_to(b), *(b.cast_to if is_same else ())]), key=_epsilon
+        )
+        for identity, (a, b) in pairs.both.items()
     }
     if not is_own:
         rounded = (FORMATS[d] for kept in pairs.only_b.values() for d in rounded_to(kept))

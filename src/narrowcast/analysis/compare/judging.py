@@ -68,6 +68,9 @@ def name_not_finite(result: Differences, reference: Watching, here: Watching, is
     if result.verdict in (verdicts.NOT_FINITE, verdicts.NOT_COMPARED) and here.first is None and are_skipped:
         result.verdict = verdicts.NOT_COMPARED
         result.notes.append(SKIPPED_STEP)
+        result.rows = [
+            replace(r, verdict=verdicts.NOT_JUDGED) if r.verdict in verdicts.AT_FAULT else r for r in result.rows
+        ]
     is_same = None not in (here.first, result.reference_not_finite) and result.not_finite is None
     if result.verdict == verdicts.NOT_FINITE and is_same:
         result.verdict = verdicts.NOT_COMPARED

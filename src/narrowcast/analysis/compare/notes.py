@@ -21,8 +21,9 @@ _CAST_AGAIN = (
     "open it around each forward."
 )
 FORMATS_MEET = (
-    "narrowcast: this was the reference run, in which the region casts nothing, and weights in a low format that a "
-    "function holds stay in it. Cast their inputs where they are used, or give reference= a function that runs in fp32."
+    "narrowcast: this was the reference run, in which the region casts nothing: a cast that the code makes itself "
+    "(x.to(torch.bfloat16)), and weights in a low format that a function holds, stay in it. Cast to the format of the "
+    "weights where they are used, or give reference= a function that runs in fp32."
 )
 USE_FP32 = (
     "Use reference='fp32': functions that close over their weights, frozen scripts, and code that names dtypes keep "

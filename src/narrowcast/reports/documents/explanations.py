@@ -11,6 +11,7 @@ from narrowcast.reports.documents import comparisons, ledgers, placements, watch
 from narrowcast.reports.documents.model import OUTSIDE, Document, Edge, Figure, Graph, Node, Table, Todo, facts_of
 from narrowcast.reports.documents.tables import edge_cast_table, table
 from narrowcast.reports.documents.words import in_time, place
+from narrowcast.reports.results.differences import SKIPPED_STEP
 from narrowcast.reports.results.explanation import Comparison, Explanation
 from narrowcast.reports.results.graphs import GraphFlow, GraphRow
 from narrowcast.reports.results.ledger import Ledger
@@ -124,6 +125,8 @@ def _verdict(result: Explanation) -> tuple[str, str]:
             module = own.id.module_path or "the root"
             return f"Not finite in fp32 either: {own.what} made by {own.id.op} in {module}", "bad"
         said = f"Off by {much}, as rounding may be" if much else VERDICTS.get(verdict, verdict)
+        if verdict == NOT_COMPARED and SKIPPED_STEP in comparison.differences.notes:
+            said = "A scaler skips this step, so that it is not compared with fp32"
         joined = ", but" if is_slower and verdict not in AT_FAULT and not much else ", and"
         how = "" if result.front_end == "eager" else " as eager code"  # what was compiled is not run
         either = (

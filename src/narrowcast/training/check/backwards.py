@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class _Gradient:
 class Backwards:
     """Inspects each backward: whether its loss is scaled, and the gradients that it adds to."""
 
-    def __init__(self, powers: Powers) -> None:
+    def __init__(self, powers: Powers, was_returned: Callable[[torch.Tensor], bool]) -> None:
         self.found: list[Found] = []
         self._powers = powers
         self._thread = threading.get_ident()
@@ -68,7 +68,7 @@ class Backwards:
         self._infinite: list[torch.Tensor] = []  # and the leaves of those that were not
         self.trained: set[int] = set()  # storage keys of weights that have a gradient
         self.differentiated: set[int] = set()  # autograd nodes of what is differentiated with create_graph=True
-        self.unused = Unused()
+        self.unused = Unused(was_returned)
         self.accumulated = Accumulated()
 
     # -- losses --------------------------------------------------------------------------------------------------------
@@ -210,6 +210,7 @@ class Backwards:
         task = autograd.current_graph_task()
         if task != self._task:
             self._task, self._reaches, self._coming = task, self._coming, {}
+            self.unused.begins()
             self._asked, self._infinite = None, []
             self._power, self._next = self._next, UNKNOWN
             self._by, self._next_by = self._next_by, None
@@ -273,10 +274,12 @@ class Backwards:
             elif known is not None and (clears or (known.is_used and known.added is None)):
                 self._gradients.drop(tensor)
 
-    def written_by_hand(self, targets: list[torch.Tensor]) -> None:
-        """Note that a user's op writes to tensors: gradients may have been used by weights' own updates."""
+    def runs_outside(self, facts: OpFacts, tensors: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+        """Note that a user's op runs: gradients may be read, or have been used by weights' own updates."""
         if any(map(self._powers.is_weight, targets)):
             self.unused.used()
+        elif op_name(facts.op) not in named("gradients.clear"):
+            self.unused.reads(tensors)
 
     def divides(self, targets: list[torch.Tensor], powers: list[Power]) -> None:
         """Note gradients that were divided by the scale twice, before an op whose result does not show it any more."""
@@ -330,11 +333,8 @@ class Backwards:
             self._gradients.put(gradient, _Gradient(is_used=True))
         self._lines.clear()
         with quietly():
-            if (
-                not takes_scale(optimizer)
-                and not is_reported
-                and not all(is_finite(g) for g in gradients if is_floating(g))
-            ):
+            is_told = takes_scale(optimizer) or is_reported
+            if not is_told and not all(is_finite(g) for g in gradients if is_floating(g)):
                 weights = [values_of(p) for p in optimized_by(optimizer) if p.grad is not None]
                 self._broken = weights if all(map(is_finite, weights)) else []
 

@@ -12,7 +12,7 @@ import torch
 from narrowcast.core.ops import named
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.observation.restore.process import written
-from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
+from narrowcast.observation.statistics.by_storage import ByStorage, has_storage, where_it_lies
 from narrowcast.output.words import counted
 from narrowcast.runtime.torch_bridge import FORMATS, LOW, OpFacts, part_of, tensors_in
 from narrowcast.runtime.torch_surface import dispatch
@@ -138,6 +138,8 @@ class Exact:
         """Return an op that is about to run, if it is to be computed again in fp32. steps: an optimizer runs it."""
         name = dispatch.op_name(facts.op).removesuffix("_")
         args, kwargs = dispatch.tree_map(_part, (args, kwargs))
+        if facts.op is dispatch.COPY and where_it_lies(args[0]) == where_it_lies(args[1]):
+            return None  # with which `average[:4] += value` ends
         tensors = [t for t in tensors_in(args, kwargs) if t.is_floating_point()]
         targets = written(facts, args, kwargs)
         known = [value for t in tensors if (value := self._value(t)) is not None]
@@ -161,8 +163,7 @@ class Exact:
                 value.through = kwargs["dtype"]
                 if self._is_kept(tensors[0]):
                     value.wide[dispatch.storage_key(tensors[0])] = tensors[0].detach().float()
-            if targets and not is_copy:
-                value.through = None  # what fp32 adds to memory in fp32 is not lost
+            value.through = value.through if is_copy or not targets else None  # what fp32 adds to fp32 is not lost
             for source, target in zip(sources, targets, strict=False) if is_copy else ():
                 if value.through is not None and target.dtype not in LOW:
                     self._comes_back(target, value)
@@ -205,8 +206,7 @@ class Exact:
     def forget(self, targets: list[torch.Tensor]) -> None:
         """Forget the values of tensors that are written to by an op that is not computed again."""
         for tensor in targets:
-            known = self._values.get(tensor)
-            if known is not None:
+            if (known := self._values.get(tensor)) is not None:
                 known.put(_lies(tensor))
 
     def _value(self, tensor: torch.Tensor) -> _ExactValue | None:

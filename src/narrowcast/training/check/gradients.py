@@ -46,6 +46,11 @@ HIDDEN = (
 )
 
 
+def clears(call: SeenCall) -> bool:
+    """Return whether a call fills what it writes to, perhaps gradients, with a number."""
+    return op_name(call.facts.op) in named("gradients.clear")
+
+
 class Gradients:
     """Inspects gradients between a backward and the optimizer's step. is_scaled_by_hand: they were multiplied by a
     number that was not computed from a norm of theirs, or the loss was by a large one.
@@ -74,6 +79,10 @@ class Gradients:
     def is_one(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a gradient of a parameter, or one that a backward returned."""
         return has_storage(tensor) and (storage_key(tensor) in self.lie_in() or self._taken.get(tensor) is not None)
+
+    def was_returned(self, tensor: torch.Tensor) -> bool:
+        """Return whether a backward returned a tensor, or gave it to a leaf, and it is alive."""
+        return self._taken.get(tensor) is not None
 
     def scale_read(self) -> None:
         """Note that a scale is read: later code may clip at a limit that is scaled, too, or unscale by hand."""

@@ -26,7 +26,7 @@ from narrowcast.runtime.weights.stored import stored_by
 from narrowcast.training.check.backwards import Backwards
 from narrowcast.training.check.casts import Reduced, Stale, cast_again, casts_beside
 from narrowcast.training.check.exact import LOST_OF_WEIGHTS, UPDATES, Begun, Exact, no_longer_finite, told
-from narrowcast.training.check.gradients import Found, Gradients, Updates
+from narrowcast.training.check.gradients import Found, Gradients, Updates, clears
 from narrowcast.training.check.kept import KeptMemory
 from narrowcast.training.check.outside import OutsideRegions, in_region
 from narrowcast.training.check.powers import UNKNOWN, Power, Powers
@@ -61,7 +61,7 @@ class LoopObserver(Observer):
         self.has_seen = self.has_lowered = self.is_cast_beside = False
         self._scales: Site | None = None
         self._broken: Found | None = None
-        self._backwards = Backwards(self._powers)
+        self._backwards = Backwards(self._powers, self._gradients.was_returned)
         self._exact = Exact(kept.was_there, self._gradients)
         self._sums = Sums(kept.was_there)
         self._stale, self._reduced, self._rounded = Stale(), Reduced(), RoundedWeights()
@@ -187,8 +187,8 @@ class LoopObserver(Observer):
         for tensor in targets:
             self._casts.pop(dispatch.storage_key(tensor), None)  # another weight is cast next time
         is_backward = current_graph_task() != -1
-        if targets and not (is_backward or self._is_stepping):
-            self._backwards.written_by_hand(targets)
+        if not (is_backward or self._is_stepping):
+            self._backwards.runs_outside(facts, tensors_in(args, kwargs), targets)
         if is_backward:
             self._is_in_closure = self._is_stepping and bool(self._kept.scales())
             self._backwards.runs()
@@ -233,7 +233,7 @@ class LoopObserver(Observer):
             self.end_of_step()
         elif call.id.direction == BACKWARD:
             self._backwards.adds(call)
-        elif not self._is_updating:
+        elif not self._is_updating or clears(call):  # as a closure may
             self._gradients.written(call)
             self._backwards.written(call, written(call.facts, call.args, call.kwargs), self._gradients.adds(call))
 

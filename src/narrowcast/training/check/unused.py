@@ -4,6 +4,7 @@ that are never finite.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,14 @@ class Unused:
     updated. has_skipped: a scaler has skipped a step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, was_returned: Callable[[torch.Tensor], bool]) -> None:
+        self._was_returned = was_returned
+        self._backwards = 0
+        self._by: dict[int, tuple[int, Site]] = {}  # of these leaves the last backward, and its line
+        self._replaced: dict[int, Site] = {}  # those whose gradient was cleared and computed again by the same line
+        self._is_read = self._was_read = False  # a gradient since the last backward, and between it and the one before
+        self._is_held = False  # one that was replaced
+        self._steps, self._losing = 0, list[Site]()  # of optimizers, and where those with such leaves alone lose them
         self.is_used = self.has_skipped = False
         self._roots, self._not_finite = 0, list[Site]()  # of backwards, and the lines of those that are not finite
         self._fresh: dict[int, torch.Tensor] = {}  # leaves that a backward has reached, by identity
@@ -50,8 +58,26 @@ class Unused:
                 self._not_finite.append(loop_line())
                 self._own += is_scaled
 
+    def begins(self) -> None:
+        """Note that a backward begins."""
+        self._backwards += 1
+        self._was_read, self._is_read = self._is_read, False
+
+    def reads(self, tensors: list[torch.Tensor]) -> None:
+        """Note that an op outside of backwards and steps reads tensors, perhaps gradients."""
+        for tensor in filter(has_storage, tensors) if self._fresh else ():
+            if storage_key(tensor) in self._lie_in():
+                self._is_read = True
+            elif self._was_returned(tensor):
+                self._is_held = True
+
     def reaches(self, leaf: torch.Tensor, line: Site) -> None:
         """Note that a backward computes the gradient of a leaf."""
+        before, at = self._by.get(id(leaf), (self._backwards, NOWHERE))
+        if before != self._backwards and at.at == line.at and not self._was_read:
+            if leaf.grad is None or id(leaf) in self._cleared:
+                self._replaced[id(leaf)] = self._cleared.get(id(leaf), line)
+        self._by[id(leaf)] = self._backwards, line
         self._fresh[id(leaf)], self._lay[id(leaf)], self._line = leaf, storage_key(values_of(leaf)), line
         self._cleared.pop(id(leaf), None)
         self._by_gradient = None
@@ -62,18 +88,24 @@ class Unused:
 
     def cleared(self, tensors: list[torch.Tensor], site: Site) -> None:
         """Note that tensors are filled with a number."""
+        for tensor in filter(has_storage, tensors):
+            number, size = self._lie_in().get(storage_key(tensor), (0, 0))
+            if size and tensor.numel() >= size:  # else the rest is used
+                self._cleared[number] = site
+
+    def _lie_in(self) -> dict[int, tuple[int, int]]:
         if self._by_gradient is None:
             gradients = [(n, values_of(leaf.grad)) for n, leaf in self._fresh.items() if leaf.grad is not None]
             self._by_gradient = {storage_key(g): (n, g.numel()) for n, g in gradients if has_storage(g)}
-        for tensor in filter(has_storage, tensors):
-            number, size = self._by_gradient.get(storage_key(tensor), (0, 0))
-            if size and tensor.numel() >= size:  # else the rest is used
-                self._cleared[number] = site
+        return self._by_gradient
 
     def steps(self, optimizer: Any) -> list[Found]:
         """Return a finding if all gradients that an optimizer is about to use were cleared."""
         self.is_used = True
         reached = [p for p in optimized_by(optimizer) if id(p) in self._fresh]
+        lost = [self._replaced[id(p)] for p in reached if id(p) in self._replaced]
+        self._steps += 1
+        self._losing += lost[:1] if len(lost) == len(reached) and not self._is_held else []
         if any(storage_key(values_of(p)) != self._lay[id(p)] for p in reached):  # moved by hand, through .data
             return []
         if not reached or any(p.grad is not None and id(p) not in self._cleared for p in reached):
@@ -87,9 +119,10 @@ class Unused:
 
     def used(self) -> None:
         """Forget gradients: an optimizer has stepped, or weights were written to."""
-        self._fresh.clear()
-        self._cleared.clear()
+        for known in (self._fresh, self._cleared, self._by, self._replaced):
+            known.clear()
         self._by_gradient = None
+        self._is_read = self._was_read = self._is_held = False
 
     def end_of_round(self) -> bool:
         """Return whether gradients that nobody used are not finite: the loop skips the step."""
@@ -106,7 +139,17 @@ class Unused:
         return len(self._broken) == self._rounds > 0 and not self._not_finite
 
     def judge(self) -> Found | None:
-        """Return a finding if no step was taken, as gradients were never finite; or if the loss is never finite."""
+        """Return a finding if no step was taken, as gradients were never finite; if the loss is never finite; or if
+        each step uses those of the last of several backwards alone.
+        """
+        if len(self._losing) == self._steps >= _TWICE:
+            return (
+                "gradients cleared before they are used",
+                "the gradients of this backward are cleared, and computed again by the same line, before an optimizer "
+                "steps: each step uses those of the last micro-batch alone",
+                "Call optimizer.zero_grad() before the first backward of a step, not before each.",
+                self._losing[0],
+            )
         if len(self._broken) < max(_TWICE, self._rounds):
             return self._judge_losses()
         return (
