@@ -81,7 +81,7 @@ class Gradients:
         return has_storage(tensor) and (storage_key(tensor) in self.lie_in() or self._taken.get(tensor) is not None)
 
     def was_returned(self, tensor: torch.Tensor) -> bool:
-        """Return whether a backward returned a tensor, or gave it to a leaf, and it is alive."""
+        """Return whether a backward computed a tensor, and it is alive."""
         return self._taken.get(tensor) is not None
 
     def scale_read(self) -> None:
