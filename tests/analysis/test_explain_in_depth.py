@@ -396,3 +396,20 @@ def test_a_loop_that_is_a_generator_goes_on_after_it_was_explained(makes_data):
         assert explained.failure is None and "generator" in explained.note, explained
         assert all(map(torch.equal, before, model.parameters()))
     assert type(next(steps)) is torch.Tensor and bool(next(steps).isfinite())
+
+
+def test_a_weight_that_torch_s_cache_gives_in_another_format_is_noticed():
+    """Fake products take several formats, and the explanation was that of a program that raises."""
+
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.layer(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.layer(x)
+
+    found = nc.explain(Nested(), (torch.randn(4, 8),), under="fp16")
+    assert found.failure is not None and "same dtype" in found.failure.error and found.ran_on == "the model itself"

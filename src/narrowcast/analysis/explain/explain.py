@@ -265,6 +265,10 @@ def _not_shown_by_fakes(ledger: Ledger) -> str:
     mixed = sorted({k.op for k in ledger.calls if k.op in strict and "," in k.computes})
     if mixed:
         return f"Fake tensors let {', '.join(mixed)} have several formats, which real ones may not."
+    made = {(c.module_path, c.argument): c.dst for c in ledger.casts if c.how == "copied" and c.kind == "weight"}
+    for cast in ledger.casts:  # torch's cache keeps no formats apart
+        if cast.how == "cached" and made.get((cast.module_path, cast.argument), cast.dst) != cast.dst:
+            return f"Fake tensors do not show that the weight cache gives {cast.argument} in another format than asked."
     unseen = {f"aten.{name}" for name in named("inside.unseen_on_fakes")}
     ops = {k.op.rpartition(".")[0] for k in ledger.calls if k.action == "no rule"} & unseen
     return f"Kernels of {', '.join(sorted(ops))} call ops that are cast, which fake tensors do not show." if ops else ""
