@@ -890,6 +890,46 @@ def test_a_trace_refuses_a_function_that_it_would_call_outside_of_the_region(has
         assert torch.equal(made(x), expected)
 
 
+class InPlace(torch.autograd.Function):
+    """It writes to its argument."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2, None
+
+
+class WithoutBackward(Own):
+    """Its gradients are never asked for."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        return torch.rand_like(x) + x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise NotImplementedError
+
+
+def test_functions_that_a_trace_can_call_are_told_from_those_that_it_cannot():
+    """One that draws random numbers and has no backward is traced; one that writes in place raised as it ran."""
+    x = torch.randn(4, 8)
+    with pytest.raises(ScriptError, match="InPlace writes to an argument"):
+        nc.trace(Calling(InPlace, True), (x,), under="bf16", check_trace=False)
+    model = Calling(WithoutBackward, True)
+    made = nc.trace(model, (x,), under="bf16")
+    with torch.no_grad():
+        torch.manual_seed(0)
+        with nc.autocast("cpu", torch.bfloat16):
+            expected = model(x)
+        torch.manual_seed(0)
+        assert torch.equal(made(x), expected)
+
+
 def test_looking_for_such_a_function_updates_no_running_statistics():
     """Nobody asked for a check, which runs the module again."""
     model, x = nn.Sequential(nn.BatchNorm1d(8), Calling(OwnFloat, False)), torch.randn(4, 8) + 3

@@ -5,7 +5,7 @@ nobody casts these parts again (cast_already.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -97,48 +97,64 @@ def _functions_compared() -> AbstractContextManager[None]:
     """Refuse an autograd.Function whose results depend on the region: a trace runs it as Python code, without one."""
 
     def apply(plain: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        if jit.tracing_state() is not None and any_autocast() and not _ignores_regions(plain, function, args, kwargs):
+        is_traced, found = jit.tracing_state() is not None, ""
+        if is_traced and any_autocast() and not _ignores_regions(plain, function, args, kwargs):
             found = f"a trace calls {function.__qualname__} in Python, where no region is open: its results are others"
+        result = None if found else plain(function, *args, **kwargs)
+        if is_traced and {*map(id, tensors_in(result))} & {*map(id, tensors_in(args, kwargs))}:
+            found = f"{function.__qualname__} writes to an argument (mark_dirty), which TorchScript cannot do"
+        if found:
             advice = "Use narrowcast.compile or narrowcast.export, which cast inside of it, or write it as a plain "
-            where = find_site().origins
-            raise ScriptError("a trace of an autograd.Function", found, where, f"{advice}function.")
-        return plain(function, *args, **kwargs)
+            raise ScriptError("a trace of an autograd.Function", found, find_site().origins, f"{advice}function.")
+        return result
 
     return jit.function_calls_replaced(lambda plain: partial(apply, plain))
 
 
 def _ignores_regions(plain: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether results and gradients of an autograd.Function have the same bits outside of all regions."""
-    with jit.not_traced(), ExitStack() as off:
-        inside = _results(partial(plain, function), args, kwargs)
-        for device_type in ruled_device_types():
-            off.enter_context(autocast(device_type, enabled=False))
+    with jit.not_traced():
         try:
-            outside = _results(partial(plain, function), args, kwargs)
-        except RuntimeError:  # operands of several formats
-            return False
+            inside = _results(partial(plain, function), args, kwargs)
+        except Exception:  # as the trace will
+            return True
+        with _outside_of_regions():
+            try:
+                outside = _results(partial(plain, function), args, kwargs)
+            except Exception:  # operands of several formats
+                return False
         pairs = zip(inside, outside, strict=False)
         return len(inside) == len(outside) and all(a.dtype == b.dtype and torch.equal(*_bits(a, b)) for a, b in pairs)
 
 
+@contextmanager
+def _outside_of_regions() -> Iterator[None]:
+    with ExitStack() as off:
+        for device_type in ruled_device_types():
+            off.enter_context(autocast(device_type, enabled=False))
+        yield
+
+
 def _results(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Run an autograd.Function on copies, and its backward outside of regions; return what both give."""
+    leaves = []
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        if not tensor.requires_grad:
+            return tensor.detach().clone()
+        leaves.append(tensor.detach().clone().requires_grad_())
+        return leaves[-1].clone()  # which may be written to
 
     args, kwargs = map_tensors(copied, args), map_tensors(copied, kwargs)
     with random_state_kept():
         results = tensors_in(call(*args, **kwargs))
-    leaves = [tensor for tensor in tensors_in(args, kwargs) if tensor.requires_grad]
     reached = [result for result in results if result.requires_grad]
     if not leaves or not reached:
         return results
-    with ExitStack() as off:
-        for device_type in ruled_device_types():
-            off.enter_context(autocast(device_type, enabled=False))
+    with _outside_of_regions(), suppress(Exception):  # one without a backward has no gradients
         gradients = torch.autograd.grad(reached, leaves, [torch.ones_like(r) for r in reached], allow_unused=True)
-    return [*results, *(gradient for gradient in gradients if gradient is not None)]
+        results += [gradient for gradient in gradients if gradient is not None]
+    return results
 
 
 def _bits(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
