@@ -675,7 +675,7 @@ def test_a_step_that_a_scaler_skips_is_not_compared():
     assert any("A scaler skips this step" in note for note in skipped.notes), skipped.notes
     assert is_sound(nc.compare(scaled_step(64.0), under="fp16"))
     found = nc.explain(contrasted_step(), under="fp16", run=True)
-    assert not found.comparison.differences.faults and not found.todos, found.todos
+    assert not found.comparison.differences.faults and not any("at fault" in todo.why for todo in found.todos)
     assert "VERDICT: A scaler skips this step, so that it is not compared with fp32" in str(found)
 
 
