@@ -107,7 +107,9 @@ def align(xs: list[Tensor], on: bool, device: str, low: int) -> list[Tensor]:
             if dst == -1 or dtype == 7 or (dtype == 6 and dst != 7):
                 dst = dtype
             elif dtype != dst and dst != 7 and dst != 6:
-                raise RuntimeError("no format holds all of fp16, bf16")
+                if dtype > 15 or dst > 15:
+                    raise RuntimeError("no format holds all of the arguments, one of which is in fp8")
+                dst = 6  # fp16 and bf16
     return [cast(x, on, device, dst) for x in xs]
 
 

@@ -326,14 +326,16 @@ class Writer:
     def _give_back(self, step: Step, node: Any) -> None:
         """Cast the result to the input format of the first operand."""
         scope = self._scope(step)
-        operands = [source.value for source in self.reading.operands[step.id]]
+        sources, ids = [source.value for source in self.reading.operands[step.id]], self.reading.ids
+        operands = [self._value(ids[value.unique()]) if value.unique() in ids else value for value in sources]
         operands = [value for value in operands if not is_optional_tensor(value)]  # they are further arguments
+        like = operands[0] if operands and is_tensor_list(operands[0]) else self._list(operands)
         for output in list(node.outputs()):
             if output.type().kind() != "TensorType":
                 continue
             users = [(use.user, use.offset) for use in output.uses()]
             with jit.inserting_after(self.graph, node):
-                arguments = [output, self._list(operands), self._on(scope), self._constant(scope.device_type)]
+                arguments = [output, like, self._on(scope), self._constant(scope.device_type)]
                 given = self._call(runtime.back, arguments)
             for user, offset in users:
                 user.replaceInput(offset, given)
