@@ -346,7 +346,7 @@ class _Comparing:
         is_beyond = is_beyond or bool(result.compiled) or verdicts.FAULT in of_calls
         is_off = bool(worst or result.differing)
         result.verdict = verdicts.verdict_of(is_beyond, is_not_finite, verdicts.KERNEL in of_calls, is_off)
-        lost = about_lost(expected)
+        lost = about_lost(expected) or notes.about_shapes(expected, result)
         if lost and result.verdict in (verdicts.EXACT, verdicts.ROUND_OFF):
             result.verdict = verdicts.NOT_COMPARED
             self._note(lost)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from narrowcast.analysis.compare.reference import KeptCall
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, CallId
 from narrowcast.formats import Format
-from narrowcast.observation.trial.output_errors import gradient_error, output_errors
+from narrowcast.observation.trial.output_errors import gradient_error, named_tensors, output_errors
 from narrowcast.observation.trial.trial import Outcome
 from narrowcast.output.words import counted, number_text
 from narrowcast.reports.results import verdicts
-from narrowcast.reports.results.differences import CallError
+from narrowcast.reports.results.differences import ANOTHER_MODEL, CallError, Differences
 from narrowcast.runtime.torch_bridge import FORMATS, LOW
 
 SAME_FORMATS = (
@@ -35,6 +35,17 @@ ABOUT_BLIND_ROWS = (
 )
 
 _LOW = frozenset(str(FORMATS[dtype]) for dtype in LOW)
+
+
+def about_shapes(expected: Outcome, result: Differences) -> str:
+    """Return a sentence naming an output of another model that has another shape here, or is missing; or nothing."""
+    compared = {row.name for row in result.outputs}
+    numbers = [pair for pair in named_tensors(expected.output) if pair[1].is_floating_point() or pair[1].is_complex()]
+    left = [(name, tensor) for name, tensor in numbers if name not in compared]
+    if result.reference != ANOTHER_MODEL or not left:
+        return ""
+    name, tensor = left[0]
+    return f"In the reference {name} is of shape {list(tensor.shape)}, and here of another: it is not compared."
 
 
 def about_old_casts(seen: Outcome, unseen: Outcome) -> list[str]:
