@@ -99,6 +99,7 @@ class Samples:
     def __init__(self, inputs: Any, dim: int) -> None:
         self._leaves, self._spec = tree_flatten(inputs)
         self._dim = dim
+        self.keeps_columns = False
         sized = [leaf.shape[dim] for leaf in self._leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > dim]
         self.count = sized[0] if sized else 0
         self._has = [isinstance(x, torch.Tensor) and x.dim() > dim and x.shape[dim] == self.count for x in self._leaves]
@@ -110,7 +111,8 @@ class Samples:
     def another_like(self, sample: Any, seed: int, is_given: bool = False) -> Any:
         """Return another sample with the same values in another order, so that it is a legal one, and floats three
         quarters as large; masks of zeros and ones, and what holds no samples, as they are. is_given: in its place
-        another sample that was given, if there is one: it may have other whole numbers, and another length.
+        another sample that was given, if there is one: it may have other whole numbers, and another length. Where
+        keeps_columns, whole numbers are those that samples have in the same place.
         """
         if is_given and self.count > 1:
             given = self._each(lambda _, whole: whole.narrow(self._dim, 1 + seed % (self.count - 1), 1), self._leaves)
@@ -128,6 +130,11 @@ class Samples:
                 return found * (0.75 - seed / 1024)
             if tensor.numel() == 1:  # a length, a class: one that another sample has
                 return whole.narrow(self._dim, seed % self.count, 1)
+            if self.keeps_columns:
+                rows = whole.movedim(self._dim, 0).reshape(self.count, -1)
+                chosen = torch.randint(self.count, (1, rows.shape[1]), generator=generator, device="cpu")
+                picked = rows.gather(0, chosen.to(rows.device))
+                return picked.view(tensor.movedim(self._dim, 0).shape).movedim(0, self._dim)
             low, high = int(tensor.min()), int(tensor.max())
             return found if not torch.equal(found, tensor) else (tensor - low + 1 + seed) % (high - low + 1) + low
 

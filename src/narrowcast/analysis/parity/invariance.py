@@ -33,6 +33,8 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _MATES, _OTHER_MATES, _GIVEN_MATES, _OTHERS = 1, 2, 5, (3, 4)  # seeds of other samples
 _PADDING, _CHUNK = (1, 5), 4
 """By how many tokens a sample is padded, and how many it is read in at once."""
+_SMALLEST = 2
+_WORDS = ("length", "padded", "own", "in_chunks")
 
 
 @leaves_no_kernels()
@@ -60,6 +62,20 @@ def check_invariance(
     position is wrong). The model runs five times for each place, and is left as it is. Raises RunError for inputs
     without such a dimension, and for a model that draws.
     """
+    if (
+        isinstance(batches, int)
+        or not batches
+        or any(not isinstance(size, int) or size < _SMALLEST for size in batches)
+    ):
+        advice = "Give sizes from 2 on, (2, 8, 17) for example: what shares a batch with the sample is what is changed."
+        raise RunError(f"check_invariance(batches={batches!r})", "these are no sizes of batches", advice=advice)
+    lacking = next(
+        (name for name in _WORDS if decoding is not None and not callable(getattr(decoding, name, None))), None
+    )
+    if lacking is not None:
+        advice = "Give an object with the methods of Decoding, analysis/parity/decoding.py."
+        of = type(decoding).__name__
+        raise RunError(f"check_invariance(decoding={decoding!r})", f"{of} has no {lacking}()", advice=advice)
     trial = Trial.of("check_invariance", model, inputs)
     check = _Check(trial, observed_region("check_invariance", trial, under), dim)
     result = Invariance(trial.name)
@@ -91,7 +107,14 @@ class _Check:
             advice = "Call model.eval() before: what draws numbers, or depends on threads, cannot be checked."
             found = "two runs of the same sample differ, with another seed"
             raise RunError(f"check_invariance({trial.name})", found, advice=advice)
-        self._alone_others = [self._run(other) for other in self._others]
+        try:
+            self._alone_others = [self._run(other) for other in self._others]
+        except Exception:  # whole numbers of several kinds: each column has its own
+            if self._samples.keeps_columns or self._samples.count < 2:
+                raise
+            self._samples.keeps_columns = True
+            self._others = [self._samples.another_like(self.sample, seed, seed == _OTHERS[1]) for seed in _OTHERS]
+            self._alone_others = [self._run(other) for other in self._others]
         self._bound = OF_NOISE * max(_relative_error(self._alone, self._moved(seed)) for seed in (0, 1))
 
     def in_batch(self, size: int, place: int) -> Variant:

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
-from narrowcast.observation.trial.output_errors import as_real, dense, error_of, named_tensors
+from narrowcast.observation.trial.output_errors import as_real, dense, difference, error_of, named_tensors, numbers_in
 from narrowcast.observation.trial.trial import has_numbers, opened
 from narrowcast.output.words import counted
 from narrowcast.runtime.torch_bridge import short_type
 from narrowcast.runtime.torch_surface.dispatch import tree_map_only
 
+_LEAST = 1e-6
+"""A tensor whose values are smaller than those of all outputs by more than this is measured as if they were not."""
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -38,8 +40,9 @@ def pairs_of(a: Any, b: Any) -> tuple[list[Pair], list[Pair]]:
 
 
 def error_of_outputs(a: Any, b: Any) -> float:
-    """Return the relative error (L2) of all floating numbers of b's output together, in fp64: infinity where one alone
-    is not finite. Where these are equal, the root of the share of integers that differ; NaN where `pairs_of` has none.
+    """Return the largest relative error (L2), in fp64, of a tensor of b's output, or of all together: infinity where
+    one alone is not finite. Where these are equal, the root of the share of integers that differ; NaN where `pairs_of`
+    has none.
     """
     try:
         floating, others = pairs_of(a, b)
@@ -61,9 +64,15 @@ def notes_on(a: Any, b: Any) -> list[str]:
 
 
 def _error(pairs: list[Pair]) -> float:
-    of_a, of_b = ([as_real(dense(pair[n])).double() for pair in pairs] for n in (0, 1))
-    error = error_of([y.to(x.device) for x, y in zip(of_a, of_b, strict=True)], of_a)
-    return math.inf if math.isnan(error) else error
+    wide = [(as_real(dense(x)).double(), as_real(dense(y)).double().to(x.device)) for x, y in pairs]
+    together = error_of([y for _, y in wide], [x for x, _ in wide])
+    if not math.isfinite(together):
+        return math.inf
+    squares = [float(numbers_in(x).square().sum()) for x, _ in wide]
+    least = _LEAST**2 * sum(squares) / max(1, sum(x.numel() for x, _ in wide))
+    each = [(float(difference(x, y).square().sum()), max(square, least * x.numel()))
+            for (x, y), square in zip(wide, squares, strict=True)]  # fmt: skip
+    return max([together, *(math.sqrt(noise / size) for noise, size in each if size)])
 
 
 def _share_apart(pairs: list[Pair]) -> float:

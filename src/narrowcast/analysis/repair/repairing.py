@@ -130,6 +130,11 @@ class Repairing:
                 "repair(budget=...)", "the model returned no floating-point tensor to compare",
                 advice="Give a model that returns one, or metric=, a function of what it returns.",
             )  # fmt: skip
+        if wanted.error is None and expected.metric and all(map(math.isnan, expected.metric.values())):
+            raise RunError(
+                f"repair with the metric {next(iter(expected.metric))}", "it is NaN in fp32: none is worse",
+                advice="Give a metric that is a number in fp32, or budget= for outputs.",
+            )  # fmt: skip
         zero = next((name for name, value in expected.metric.items() if value == 0), None)
         if zero is not None and wanted.tolerance is None:
             raise RunError(

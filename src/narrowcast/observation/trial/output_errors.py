@@ -24,7 +24,7 @@ def sqnr_db(reference: torch.Tensor, found: torch.Tensor) -> float:
     Any shapes, equal ones; infinity if the tensors are equal, NaN if one holds a NaN or infinity that the other lacks.
     """
     ref, x = reference.detach().double(), found.detach().double()
-    return decibels(float(_values(ref).square().sum()), float(difference(ref, x).square().sum()))
+    return decibels(float(numbers_in(ref).square().sum()), float(difference(ref, x).square().sum()))
 
 
 def decibels(signal: float, noise: float) -> float:
@@ -50,7 +50,7 @@ def error_of(found: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
     noise = sum(float(difference(r, x).square().sum()) for x, r in zip(found, reference, strict=False))
     if noise == 0.0:
         return 0.0
-    signal = sum(float(_values(r).square().sum()) for r in reference)
+    signal = sum(float(numbers_in(r).square().sum()) for r in reference)
     return math.sqrt(noise / signal) if signal else math.inf
 
 
@@ -66,7 +66,7 @@ def difference(ref: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.where(same, torch.zeros_like(ref), off)
 
 
-def _values(ref: torch.Tensor) -> torch.Tensor:
+def numbers_in(ref: torch.Tensor) -> torch.Tensor:
     """Return the tensor with zeros where it is not finite, and where it is masked."""
     return ref if _are_plain(ref) else torch.where(is_masked(ref), 0.0, ref).nan_to_num(0.0, 0.0, 0.0)
 

@@ -10,7 +10,7 @@ from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.invariance import Invariance, Variant
 from narrowcast.reports.results.parity import NATS, Cause, Distance, Parity
-from narrowcast.reports.results.verdicts import CACHE, LEAK
+from narrowcast.reports.results.verdicts import CACHE, LEAK, NOT_JUDGED
 
 ENGINES = (("fp32 in both", 0.0022), ("bf16, with the head in fp32", 0.03))
 """The rms, in nats, of the log-probabilities of a trainer and an engine that agree as well as these formats let them:
@@ -151,6 +151,8 @@ def invariance_verdict(result: Invariance) -> str:
     if not varying:
         return f"Invariant: the same bits in {counted(len(result.variants), 'way')} to run one sample"
     worst = max(varying, key=lambda variant: (variant.verdict == result.verdict, variant.error))
+    if result.verdict == NOT_JUDGED:
+        return f"Not judged: nothing of the output was found to be the sample's, as in a {worst.name}"
     far = "nothing there is the sample's" if worst.verdict == LEAK else f"{number_text(worst.error)} off"
     shared = f"{worst.shared[0]} elements depend on others, too" if worst.shared[0] else far
     first = next((v for v in varying if v.call is not None and v.verdict == result.verdict), None)
