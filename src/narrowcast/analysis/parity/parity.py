@@ -126,7 +126,7 @@ def parity(
         is_found = any(one.is_confirmed and one.kind in (ATTRIBUTE, WEIGHTS) for one in result.causes)
         if waits and not is_found and (sampler := _of_sampler(*programs, result.distance)):
             result.causes = [*sampler, *(one for one in result.causes if not one.is_confirmed)]
-    if math.isinf(whole) and not any(one.kind in (ATTRIBUTE, WEIGHTS) for one in result.causes):
+    if math.isinf(whole) and result.verdict == CACHE:
         what = "outputs of one are not finite where those of the other are"
         result.causes = [Cause(CALLS, what, "run it under nc.watch(), which names the call that makes it")]
     if isinstance(programs[0], Live) and isinstance(programs[1], Live):
