@@ -76,8 +76,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         check_settings(self.cache, self.unsupported, self.inner, self.low, self.training)
-        if self.extends == (NOTHING,):
-            object.__setattr__(self, "extends", ())
+        extends = (self.extends,) if isinstance(self.extends, str) else self.extends
+        object.__setattr__(self, "extends", () if extends == (NOTHING,) else extends)
         for name in self.extends:
             check_builtin_name(name)
         check_is_loaded(self.name, self.extends, bool(self.layers))

@@ -50,6 +50,8 @@ def check_device_type(device_type: str) -> None:
 
 def check_is_loaded(name: str, extends: tuple[str, ...], has_rules: bool) -> None:
     """Raise PolicyError for a policy without rules whose name is that of another one: it was to be loaded."""
+    if not isinstance(name, str):
+        raise PolicyError(f"Policy({name!r})", "its name is no text", advice='Write nc.Policy("mine"), for example.')
     is_file, is_builtin = name.endswith(".toml"), name in BUILTIN and extends != (name,)
     if not has_rules and (is_file or (is_builtin and name != "native")):
         found = "this makes a policy of that name, without rules"

@@ -109,6 +109,9 @@ def read_text(path: Path) -> str:
 
 def parse_text(text: str, file: str) -> PolicyText:
     """Return the parts of a policy's text; `file` names it in errors. PolicyError, with file:line, for a mistake."""
+    if not isinstance(text, str):
+        found, advice = f"a {type(text).__name__}", "Give TOML text; of a file, Policy.load(path)."
+        raise PolicyError("Policy.parse(...)", found, advice=advice)
     parsed = parse_shape(text, file)
     for rule in (*chain.from_iterable(parsed.layers), *parsed.allowances):
         found = unknown_op(rule)

@@ -236,8 +236,18 @@ def trace(
         found, advice = "it is a script already, which torch.jit.trace returns as it is", "Give it casts by "
         advice += "nc.script(it, under=...), or trace what it was made of."
         raise ScriptError(f"trace({type(target).__name__})", found, advice=advice)
+    owner = getattr(target, "__self__", None)
+    if isinstance(owner, torch.nn.Module) or not (hasattr(target, "__name__") or isinstance(target, torch.nn.Module)):
+        found = "a method of a module" if isinstance(owner, torch.nn.Module) else f"a {type(target).__name__}"
+        advice = "Give the module, or a function that calls it: nc.trace(lambda x: module.method(x), x)."
+        raise ScriptError("trace(...)", f"{found}, to which TorchScript cannot give a name", advice=advice)
     args, kwargs = call_arguments("trace", inputs)
     kwargs = kwargs or dict(options.pop("example_kwarg_inputs", None) or {})
+    if not args and not kwargs:
+        advice = "Give the arguments that it is called with: nc.trace(model, (x,))."
+        raise ScriptError(
+            f"trace({getattr(target, '__qualname__', type(target).__name__)})", "no inputs", advice=advice
+        )
     if kwargs:
         if args:
             raise ScriptError("trace(target, (args, kwargs))", "TorchScript traces with one of them",

@@ -43,6 +43,10 @@ def load(path: str | Path, kind: type[R] = Result) -> R:  # type: ignore[assignm
     kind: what it has to be: `nc.load("run.json.gz", nc.Run)`. RunError for a file that is missing, cut off, of another
     kind, or of another version.
     """
+    if not isinstance(path, str | Path):
+        raise RunError(
+            f"load({type(path).__name__})", "it is no path", advice="Give the file that save, or a command, wrote."
+        )
     try:
         raw = Path(path).read_bytes()
         text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
