@@ -176,3 +176,32 @@ def test_a_leak_through_whole_numbers_is_found(name):
     }
     found = nc.check_invariance(of[name], ids)
     assert found.verdict == "shared" and not found, found
+
+
+@pytest.mark.parametrize("wrong", [{"batches": 4}, {"batches": ()}, {"batches": (0,)}, {"decoding": 3}])
+def test_sizes_and_words_that_are_none_are_refused(wrong):
+    """Without a batch every model is invariant."""
+    with pytest.raises(nc.errors.RunError, match=f"check_invariance\\({next(iter(wrong))}="):
+        nc.check_invariance(torch.nn.Linear(8, 4).eval(), (torch.randn(4, 8),), **wrong)
+
+
+def test_whole_numbers_of_several_kinds_keep_their_columns():
+    """Those of one are no indices of the other's table."""
+
+    class Tables(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.kinds = torch.nn.Embedding(100, 8), torch.nn.Embedding(3, 8)
+
+        def forward(self, ids):
+            return self.words(ids[..., 0]) + self.kinds(ids[..., 1])
+
+    torch.manual_seed(0)
+    ids = torch.stack([torch.randint(3, 100, (4, 6)), torch.randint(0, 3, (4, 6))], -1)
+    assert nc.check_invariance(Tables(), (ids,)).verdict == "invariant"
+
+
+def test_what_is_not_judged_gives_no_other_numbers():
+    """Nothing of it was compared."""
+    found = nc.check_invariance(lambda x: x * 2, (torch.arange(4),))
+    assert "Not judged: nothing of the output was found to be the sample's" in str(found).replace("\n  ", " ")

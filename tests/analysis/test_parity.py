@@ -801,3 +801,38 @@ def test_the_logits_after_the_last_token_are_compared():
     ids = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(0))
     found = nc.parity(Scaled(1.0), LastOtherwise(1.0), ids, max_nats=1e-3)
     assert found.verdict == "calls" and found.is_over and "after the last" in first(found).what, found
+
+
+class OfTwoSizes(nn.Module):
+    """An output that is large, and one that is small."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return 1e4 * torch.ones(4), y
+
+
+def test_each_output_is_measured_by_itself():
+    """A small one that is off was hidden by a large one."""
+    torch.manual_seed(0)
+    a = OfTwoSizes()
+    b = copy.deepcopy(a)
+    with torch.no_grad():
+        b.layer.weight.mul_(1.05)
+    found = nc.parity(a, b, (torch.randn(4, 8),))
+    assert found.verdict == "weights" and found.distance.rms > 0.02, found
+
+
+def test_what_is_not_finite_and_what_is_given_otherwise_is_said():
+    """NaN in b was a cache or a position; other inputs were two lines that are the same."""
+    layer, x = nn.Linear(8, 4), torch.randn(4, 8)
+    found = nc.parity(layer, lambda x: layer(x) * float("nan"), (x,))
+    assert "outputs of one are not finite where those of the other are" in str(found).replace("\n  ", " ")
+    found = nc.parity(nc.Case(layer, (x,)), nc.Case(layer, (x + 1,)))
+    assert any("inputs with other values" in note for note in found.notes), found.notes
+    run = nc.capture(layer, (x,))
+    found = nc.parity(run, run)
+    assert found.verdict == "alike" and found.distance.rms == 0

@@ -650,3 +650,9 @@ def test_products_of_a_jacobian_under_vmap_are_counted_and_repaired():
     expected = model(x)
     with nc.autocast("cpu", torch.bfloat16, policy=found.policy):
         assert float((model(x) - expected).norm() / expected.norm()) <= 3e-4
+
+
+def test_a_metric_that_is_nan_in_fp32_is_refused():
+    """Nothing is worse, so that nothing was to be repaired."""
+    with pytest.raises(nc.errors.RunError, match="it is NaN in fp32"):
+        nc.repair(torch.nn.Linear(8, 4), (torch.randn(4, 8),), under="bf16", metric=lambda y: float("nan"))

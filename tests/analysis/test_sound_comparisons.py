@@ -901,3 +901,9 @@ def test_an_op_that_is_low_in_some_calls_alone_is_not_tried_as_a_whole():
     found = nc.compare(turned, (torch.randn(600, 16),), under="bf16")
     rows = [row for row in found.rows if row.id.op == "aten.mul.Tensor" and row.is_low]
     assert rows and all(row.alone is None or math.isnan(row.alone) for row in rows), rows
+
+
+def test_outputs_of_other_shapes_are_not_compared():
+    """Nothing of them was, and that was exact."""
+    found = nc.compare(nn.Linear(8, 4), (torch.randn(4, 8),), under="bf16", reference=nn.Linear(8, 3))
+    assert found.verdict == NOT_COMPARED and any("is of shape [4, 3]" in note for note in found.notes), found

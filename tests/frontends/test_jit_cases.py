@@ -6,6 +6,7 @@ make of three networks, are made of all kinds of convolutions, in each way in wh
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import io
 import sys
@@ -944,6 +945,16 @@ def test_a_script_is_no_code_to_trace():
     with pytest.raises(ScriptError, match="it is a script already") as caught:
         nc.trace(made, (x,), under="bf16")
     assert "nc.script(it, under=...)" in caught.value.advice and made.code == code
+
+
+def test_what_has_no_inputs_or_no_name_is_refused():
+    """torch's own errors name neither."""
+    layer = nn.Linear(8, 8)
+    with pytest.raises(ScriptError, match=r"trace\(Linear\): no inputs"):
+        nc.trace(layer, under="bf16")
+    for target in (layer.forward, functools.partial(torch.add, torch.ones(2))):
+        with pytest.raises(ScriptError, match="to which TorchScript cannot give a name"):
+            nc.trace(target, (torch.ones(2, 8),), under="bf16")
 
 
 def test_arguments_by_keyword_are_given_as_torch_s_trace_takes_them():

@@ -16,7 +16,7 @@ from narrowcast.analysis.parity.causes import Search, other_choices, place_of
 from narrowcast.analysis.parity.exchange import ModuleCall, containers
 from narrowcast.analysis.parity.outputs import notes_on
 from narrowcast.analysis.parity.partners import partners_of
-from narrowcast.analysis.parity.programs import Live, OneProgram, distance, live_program, program_of
+from narrowcast.analysis.parity.programs import Live, OneProgram, distance, live_program, other_inputs, program_of
 from narrowcast.analysis.parity.rest import causes_of, of_rounding
 from narrowcast.analysis.parity.rounding import beyond_bounds, in_fp32, is_rounding, is_wide, noise_of
 from narrowcast.analysis.parity.sampler import sampled_from
@@ -131,6 +131,10 @@ def parity(
         result.causes = [Cause(CALLS, what, "run it under nc.watch(), which names the call that makes it")]
     if isinstance(programs[0], Live) and isinstance(programs[1], Live):
         _of_outputs(result, programs[0], programs[1], found)
+    are_runs = not any(isinstance(one, Live) for one in programs)
+    if are_runs and math.isnan(whole) and not math.isnan(known := found.output_difference):
+        result.distance, result.causes = Distance("relative", known), result.causes if known else []
+    result.notes += other_inputs(*programs)
     if whole > 0 and modules is None:
         result.notes.append("no shares: both have to be modules that run, or runs of modules that are still there")
     if modules is None and result.is_over:

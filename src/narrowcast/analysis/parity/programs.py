@@ -20,6 +20,7 @@ from narrowcast.observation.trial.trial import Trial, detached
 from narrowcast.observation.trial.uncast import Uncast
 from narrowcast.reports.results.parity import RELATIVE, Distance, distance_in_nats
 from narrowcast.reports.results.run import Run
+from narrowcast.runtime.torch_bridge import tensors_in
 from narrowcast.runtime.torch_surface.dispatch import quietly
 from narrowcast.runtime.torch_surface.modules import dropped_share
 
@@ -160,3 +161,18 @@ def _check_draws(trial: Trial, name: str) -> None:
             found = f"{path or type(module).__name__} draws what it drops, with p={share:g}"
             advice = "Call model.eval() before: what two programs draw is another in each."
             raise RunError(f"parity: {name}", found, advice=advice)
+
+
+def other_inputs(a: OneProgram, b: OneProgram) -> list[str]:
+    """Return a sentence where two programs were given tensors of the same shapes and other values."""
+    if not (isinstance(a, Live) and isinstance(b, Live)):
+        return []
+    of_a, of_b = (tensors_in(one.trial.args, one.trial.kwargs) for one in (a, b))
+    if [t.shape for t in of_a] != [t.shape for t in of_b] or all(map(same_bits, of_a, of_b)):
+        return []
+    return [f"{a.name} and {b.name} were given inputs with other values: what differs may come of that alone"]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have the same numbers, in the same format."""
+    return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())

@@ -55,7 +55,9 @@ def _measured(result: Repair, step: RepairStep) -> str:
 def _figures(result: Repair) -> list[Figure]:
     before, after = result.before, result.after
     figures = [Figure("runs", result.runs, "of the model")]
-    figures += [Figure("rules", len(result.rules), f"needed; {len(result.dropped)} tried and not needed")]
+    untested = sum(not row.needed for row in result.rules)
+    said = f"needed, or not tried without ({untested})" if untested else "needed"
+    figures += [Figure("rules", len(result.rules), f"{said}; {len(result.dropped)} tried and not needed")]
     if number(after.error) is not None:
         figures.append(Figure("output error", after.error, f"before: {number_text(before.error)}", unit="relative"))
     for name, value in after.metric.items():
