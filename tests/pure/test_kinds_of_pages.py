@@ -344,6 +344,7 @@ def test_the_backward_of_a_graph_follows_its_forward():
 @pytest.mark.parametrize(
     "said, expected",
     [(in_time(35_000), "35 us"), (in_time(2.5e9), "2.5 s"), (in_time(7), "7 ns"), (in_count(950), "950"),
+     (in_time(999_600), "1 ms"), (in_time(-117_492), "-117 us"),
      (in_count(16_777_216), "16.8 M"), (in_count(2e12), "2 T")],
 )  # fmt: skip
 def test_numbers_are_said_in_units_that_fit(said, expected):

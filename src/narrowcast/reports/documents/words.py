@@ -22,10 +22,14 @@ def place(file: str, line: Any) -> str:
     return f"{file}:{line}" if file else ""
 
 
+_ROUNDS_UP = 0.9995
+"""From which part of a unit on three digits are a whole one."""
+
+
 def in_time(ns: float) -> str:
     """Return a time with its unit: `1.2 ms`, `35 us`, `3 s`."""
     for size, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "us")):
-        if ns >= size:
+        if abs(ns) >= _ROUNDS_UP * size:
             return f"{ns / size:.3g} {unit}"
     return f"{ns:.0f} ns"
 
@@ -33,7 +37,7 @@ def in_time(ns: float) -> str:
 def in_count(count: float) -> str:
     """Return a count with its unit: `950`, `16.8 M`, `1.2 G`."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if count >= size:
+        if count >= _ROUNDS_UP * size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f}"
 
